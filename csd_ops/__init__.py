@@ -1,0 +1,1 @@
+"""The acceptance mathematics: one reference, then one file per way to run it."""

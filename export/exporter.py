@@ -1,0 +1,95 @@
+"""The stages of an export: load, trace, append the tail, write, compare, move into place."""
+
+from __future__ import annotations
+
+import shutil
+from collections.abc import Callable
+from dataclasses import replace
+from os import PathLike
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from csd_ops.errors import InputError
+from runtime.bundle import IMAGE_DECODER, STEP, TOKENIZER, Bundle, open_bundle, write_manifest, writing_bundle
+
+if TYPE_CHECKING:
+    from export.parity import Parity
+
+PRECISIONS = ("fp32", "fp16")
+STAGES = ("load", "trace step", "write step", "image decoder", "compare", "check bundle")
+
+
+def export_checkpoint(
+    checkpoint: str | PathLike[str],
+    output: str | PathLike[str],
+    *,
+    precision: str = "fp32",
+    on_stage: Callable[[str, int, int], None] | None = None,
+) -> tuple[Bundle, Parity]:
+    """Export a checkpoint folder to a bundle, compared with PyTorch before it is moved into place.
+
+    Args:
+        checkpoint: folder in transformers' layout, safetensors.
+        output: bundle folder; an existing bundle stays until the new one has passed.
+        precision: fp32 or fp16, of weights, activations and cache; everything after the head is float32.
+        on_stage: called with (stage, number from 0, stages) before each stage.
+
+    Raises:
+        InputError: the checkpoint is not one that can be exported, or the output is taken.
+        ParityError: the graphs do not compute what the checkpoint computes; nothing is written.
+    """
+    if precision not in PRECISIONS:
+        raise InputError(f"expected precision of {', '.join(PRECISIONS)}, found {precision!r}; choose one of them")
+
+    def stage(name: str) -> None:
+        if on_stage:
+            on_stage(name, STAGES.index(name), len(STAGES))
+
+    from export.families import find_family
+
+    checkpoint = Path(checkpoint)
+    family = find_family(checkpoint)
+    with writing_bundle(output) as folder:
+        import torch
+
+        from csd_ops.onnx_function import attach_tail
+        from export.image_decoder import trace_image_decoder
+        from export.parity import compare
+        from export.step import save_graph, trace_step
+
+        stage("load")
+        loaded = family.load(checkpoint)
+        manifest = replace(loaded.manifest, precision=precision, versions=versions())
+        loaded = replace(loaded, manifest=manifest)
+        stage("trace step")
+        dtype = torch.float16 if precision == "fp16" else torch.float32
+        loaded.language_model.to(dtype)
+        loaded.head.to(dtype)
+        model = trace_step(loaded, dtype)
+        loaded.language_model.float()
+        loaded.head.float()
+        loaded = replace(loaded, embedding=loaded.embedding.to(dtype).float())
+        attach_tail(model, columns=manifest.columns, codes=loaded.codes)
+        stage("write step")
+        save_graph(model, folder / STEP)
+        del model
+        stage("image decoder")
+        save_graph(trace_image_decoder(loaded), folder / IMAGE_DECODER)
+        shutil.copyfile(checkpoint / TOKENIZER, folder / TOKENIZER)
+        stage("compare")
+        parity = compare(loaded, folder, precision)
+        parity.check(precision)
+        stage("check bundle")
+        write_manifest(folder, manifest)
+        open_bundle(folder)
+    return open_bundle(output, verify=False), parity
+
+
+def versions() -> dict[str, str]:
+    """What made the bundle."""
+    from importlib.metadata import version
+
+    from runtime import __version__
+
+    packages = ("torch", "transformers", "onnx", "onnxscript")
+    return {"csd-toolkit": __version__} | {name: version(name) for name in packages}

@@ -1,0 +1,163 @@
+"""Janus and Janus-Pro: Llama body, codes through an aligner, a two-layer image head, VQ image decoder.
+
+Prompt `<|User|>: {text}\\n\\n<|Assistant|>:<begin_of_image>`; the unconditional row pads all but the first and last id
+(arXiv 2501.17811 and transformers' JanusForConditionalGeneration). No token is forced: the grid has no line ends.
+"""
+
+from __future__ import annotations
+
+import math
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+from torch.nn import functional
+
+from csd_ops.errors import InputError
+from export.families.base import Loaded
+from runtime.bundle import Manifest
+
+BEGIN_OF_IMAGE = "<begin_of_image>"
+USER = "<|User|>"
+MAX_WINDOW = 64
+
+
+class Janus:
+    """See the module."""
+
+    name = "janus"
+
+    def load(self, checkpoint: Path) -> Loaded:
+        """Read a Janus checkpoint in transformers' layout (safetensors only), in float32."""
+        model = _read_model(checkpoint)
+        inner = model.model
+        config, vq = model.config.text_config, model.config.vq_config
+        with torch.no_grad():
+            codes = torch.arange(inner.generation_embeddings.num_embeddings)
+            images = model.prepare_embeddings_for_image_generation(codes[None])[0]
+            embedding = torch.cat([images, inner.language_model.embed_tokens.weight]).detach()
+            vectors = functional.normalize(inner.vqmodel.quantize.embedding.weight, dim=-1)
+        side = math.isqrt(vq.num_patches * vq.num_patches)
+        scale = 2 ** (len(vq.channel_multiplier) - 1)
+        manifest = Manifest(
+            family=self.name,
+            name=checkpoint.resolve().name,
+            precision="fp32",
+            image_vocabulary=len(codes),
+            text_vocabulary=inner.language_model.embed_tokens.num_embeddings,
+            rows=side,
+            columns=side,
+            width=side * scale,
+            height=side * scale,
+            layers=config.num_hidden_layers,
+            key_value_heads=config.num_key_value_heads,
+            head_size=getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads,
+            context=config.max_position_embeddings,
+            max_window=min(MAX_WINDOW, side * side),
+            max_prompt=min(512, config.max_position_embeddings - side * side),
+            recommended=_recommended(model),
+            **_prompt(checkpoint, inner.language_model.embed_tokens.num_embeddings),
+        )
+        return Loaded(
+            model=model,
+            language_model=inner.language_model,
+            embedding=embedding,
+            head=inner.generation_head,
+            codes=vectors.detach().numpy(),
+            image_decoder=ImageDecoder(inner.vqmodel, side),
+            manifest=manifest,
+        )
+
+
+FAMILY = Janus()
+
+
+class ImageDecoder(nn.Module):
+    """Codes int64 [B, N] -> pixels uint8 [B, height, width, 3]; the code lookup is one table."""
+
+    def __init__(self, vqmodel: Any, side: int) -> None:
+        super().__init__()
+        with torch.no_grad():
+            vectors = functional.normalize(vqmodel.quantize.embedding.weight, dim=-1)
+        self.register_buffer("table", vectors.detach().clone())
+        self.post, self.decoder, self.side = vqmodel.post_quant_conv, vqmodel.decoder, side
+
+    def forward(self, codes: torch.Tensor) -> torch.Tensor:
+        vectors = functional.embedding(codes, self.table)  # [B, N, E]
+        grid = vectors.transpose(1, 2).reshape(codes.shape[0], -1, self.side, self.side)
+        pixels = self.decoder(self.post(grid))  # [B, 3, height, width] in about [-1, 1]
+        levels = ((pixels + 1) * 127.5).round().clamp(0, 255)
+        return levels.permute(0, 2, 3, 1).to(torch.uint8)
+
+
+def _read_model(checkpoint: Path) -> Any:
+    """The stock class from local safetensors; every missing, unexpected or mis-shaped tensor is an error."""
+    from safetensors import SafetensorError, safe_open
+    from transformers import JanusForConditionalGeneration
+
+    files = sorted(checkpoint.glob("*.safetensors"))
+    if not files:
+        raise InputError(f"expected safetensors weights in {checkpoint}, found none; download or convert the checkpoint")
+    for file in files:
+        try:
+            with safe_open(file, "pt") as tensors:
+                tensors.keys()
+        except (SafetensorError, OSError) as error:
+            raise InputError(f"expected a whole safetensors file at {file}, found: {error}; download it again") from None
+    try:
+        model, info = JanusForConditionalGeneration.from_pretrained(
+            checkpoint,
+            dtype=torch.float32,
+            local_files_only=True,
+            use_safetensors=True,
+            output_loading_info=True,
+        )
+    except (ValueError, OSError, RuntimeError, TypeError, KeyError) as error:
+        first = str(error).strip().splitlines()[0]
+        raise InputError(f"expected a Janus checkpoint in {checkpoint}, found: {first}; download it again") from None
+    for kind in ("missing_keys", "unexpected_keys", "mismatched_keys"):
+        if info.get(kind):
+            name = sorted(str(key) for key in info[kind])[0]
+            raise InputError(
+                f"expected the tensors of config.json in {checkpoint}, found {kind.replace('_keys', '')} {name} "
+                f"(and {len(info[kind]) - 1} more); download the checkpoint again"
+            )
+    return model.eval()
+
+
+def _recommended(model: Any) -> dict[str, Any]:
+    guidance = getattr(model.generation_config, "guidance_scale", None)
+    return {"preset": "csd", "guidance": float(guidance or 5.0), "temperature": 1.0, "top_k": 0, "top_p": 1.0}
+
+
+def _prompt(checkpoint: Path, text_vocabulary: int) -> dict[str, Any]:
+    """The prompt template and guidance pair, from the checkpoint's tokenizer."""
+    from tokenizers import Tokenizer
+
+    path = checkpoint / "tokenizer.json"
+    if not path.is_file():
+        raise InputError(f"expected tokenizer.json in {checkpoint}, found none; download the checkpoint again")
+    try:
+        tokenizer = Tokenizer.from_file(str(path))
+    except Exception as error:  # tokenizers raises plain Exception
+        raise InputError(f"expected a tokenizer in {path}, found: {error}; download it again") from None
+    pad = next((name for name in ("<｜▁pad▁｜>", "<pad>", "<|pad|>") if tokenizer.token_to_id(name) is not None), None)
+    for name, found in ((BEGIN_OF_IMAGE, tokenizer.token_to_id(BEGIN_OF_IMAGE)), ("a padding token", pad)):
+        if found is None:
+            raise InputError(f"expected the special token {name} in {path}, found none; this tokenizer is of another model")
+    if tokenizer.get_vocab_size() > text_vocabulary:
+        raise InputError(
+            f"expected at most {text_vocabulary} ids in {path}, found {tokenizer.get_vocab_size()}; "
+            "tokenizer and weights do not belong together"
+        )
+    chat = tokenizer.token_to_id(USER) is not None
+    prefix, suffix = (f"{USER}: ", f"\n\n<|Assistant|>:{BEGIN_OF_IMAGE}") if chat else ("", BEGIN_OF_IMAGE)
+    assert pad is not None
+    return {
+        "prompt_prefix": prefix,
+        "prompt_suffix": suffix,
+        "pad_id": tokenizer.token_to_id(pad),
+        "kept_head": 1,
+        "kept_tail": 1,
+    }

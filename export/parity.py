@@ -1,0 +1,141 @@
+"""Is the exported graph the checkpoint? Windows at ragged lengths, after roll-backs, against PyTorch."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+import torch
+
+from csd_ops.contract import CONTROLS, SETTINGS_SIZE, STATE, Settings, cache_names
+from csd_ops.errors import CsdError
+from engines.onnx_runtime import OnnxRuntimeEngine
+from export.families.base import Loaded
+from runtime.bundle import IMAGE_DECODER, STEP, Manifest
+
+TOLERANCE = {"fp32": 1e-4, "fp16": 1e-2}  # worst logit difference, relative to the largest logit
+GREEDY = {"fp32": 0.999, "fp16": 0.98}  # least share of positions with the same best token
+PIXEL_TOLERANCE = 1  # levels of 255
+WINDOWS = (1, 5, 16, 3, 2, 8)
+
+
+class ParityError(CsdError):
+    """The exported graph does not compute what the checkpoint computes."""
+
+
+@dataclass(frozen=True)
+class Parity:
+    """The worst differences found."""
+
+    logits: float  # relative to the largest logit
+    logits_tolerance: float
+    greedy: float  # share of positions with the same best token
+    pixels: int  # levels of 255
+    positions: int  # compared
+
+    def check(self, precision: str) -> None:
+        """Raise ParityError when a difference is over its tolerance."""
+        if not self.logits <= self.logits_tolerance:  # NaN fails too
+            raise ParityError(
+                f"expected logits within {self.logits_tolerance:g} of PyTorch's, found {self.logits:.3g}; "
+                "nothing was written"
+            )
+        if self.greedy < GREEDY[precision]:
+            raise ParityError(
+                f"expected the same best token at {GREEDY[precision]:.1%} of positions, found {self.greedy:.1%}; "
+                "nothing was written"
+            )
+        if self.pixels > PIXEL_TOLERANCE:
+            raise ParityError(
+                f"expected pixels within {PIXEL_TOLERANCE} of PyTorch's, found {self.pixels}; nothing was written"
+            )
+
+
+def compare(loaded: Loaded, folder: Path, precision: str) -> Parity:
+    """Compare the graphs in `folder` with the checkpoint in float32 (its weights rounded to the precision)."""
+    logits, greedy, positions = _compare_step(loaded, OnnxRuntimeEngine(folder / STEP), precision)
+    pixels = _compare_pixels(loaded, OnnxRuntimeEngine(folder / IMAGE_DECODER))
+    return Parity(logits, TOLERANCE[precision], greedy, pixels, positions)
+
+
+@dataclass
+class StepRunner:
+    """The step graph with its caches, for any window: what comparisons need, not what decoding uses."""
+
+    engine: OnnxRuntimeEngine
+    manifest: Manifest
+    rows: int
+    capacity: int
+
+    def __post_init__(self) -> None:
+        manifest = self.manifest
+        dtype = np.float16 if manifest.precision == "fp16" else np.float32
+        shape = (self.rows, manifest.key_value_heads, self.capacity, manifest.head_size)
+        self.caches = {name: np.zeros(shape, dtype) for name in cache_names(manifest.layers)}
+
+    def __call__(self, ids: np.ndarray, length: np.ndarray) -> np.ndarray:
+        """Feed a window [R, W] at `length` [R]; logits [R, W, V]."""
+        rows, window = ids.shape
+        vocabulary = self.manifest.image_vocabulary
+        sizes = {"R": rows, "B": rows, "G": 1, "W": window, "V": vocabulary, "C": self.manifest.columns}
+        sizes |= {"T": window, "N": 1, str(SETTINGS_SIZE): SETTINGS_SIZE, "3": 3}
+        inputs = {
+            name: np.zeros([sizes[dim] for dim in shape], dtype)
+            for name, (dtype, shape) in (STATE | CONTROLS).items()
+        }
+        inputs["ids"][:], inputs["length"][:], inputs["guidance"][:] = ids, length, 1.0
+        inputs["settings"][:] = Settings().vector()
+        logits = np.empty((rows, window, vocabulary), np.float32)
+        outputs = {f"next_{name}": array for name, array in self.caches.items()} | {"logits": logits}
+        self.engine.bind({**inputs, **self.caches}, outputs)()
+        return logits
+
+
+def _compare_step(loaded: Loaded, engine: OnnxRuntimeEngine, precision: str) -> tuple[float, float, int]:
+    """Feed random prompts of ragged lengths, then windows of which a random part is kept each time."""
+    generator = np.random.default_rng(0)
+    manifest = loaded.manifest
+    rows, prompt = 3, 6
+    capacity = prompt + sum(WINDOWS) + max(WINDOWS)
+    run = StepRunner(engine, manifest, rows, capacity)
+    text = generator.integers(0, manifest.text_vocabulary, (rows, prompt)) + manifest.image_vocabulary
+    lengths = generator.integers(1, prompt + 1, rows)
+    run(text, np.zeros(rows, np.int64))  # ids past a row's length are overwritten by its first window
+    known = [list(text[row, : lengths[row]]) for row in range(rows)]
+    worst, same, positions, largest = 0.0, 0, 0, 0.0
+    for window in WINDOWS:
+        fed = generator.integers(0, manifest.image_vocabulary, (rows, window))
+        length = np.array([len(ids) for ids in known], np.int64)
+        got = run(fed, length)
+        for row in range(rows):
+            expected = _full_forward(loaded, [*known[row], *fed[row]])[-window:]
+            worst = max(worst, float(np.abs(got[row] - expected).max()))
+            largest = max(largest, float(np.abs(expected).max()))
+            same += int((got[row].argmax(-1) == expected.argmax(-1)).sum())
+            positions += window
+            known[row] += list(fed[row, : generator.integers(1, window + 1)])  # the rest is rolled back
+    if not np.isfinite(got).all():
+        return float("nan"), 0.0, positions
+    return worst / largest, same / positions, positions
+
+
+@torch.no_grad()
+def _full_forward(loaded: Loaded, ids: list[int]) -> np.ndarray:
+    """Logits [L, V] of one whole sequence, float32, stock modelling code, no cache."""
+    embedded = loaded.embedding[torch.tensor([[int(identifier) for identifier in ids]])].float()
+    hidden = loaded.language_model(inputs_embeds=embedded, use_cache=False).last_hidden_state
+    logits: np.ndarray = loaded.head(hidden)[0].float().numpy()
+    return logits
+
+
+@torch.no_grad()
+def _compare_pixels(loaded: Loaded, engine: OnnxRuntimeEngine) -> int:
+    manifest = loaded.manifest
+    codes = np.random.default_rng(1).integers(0, manifest.image_vocabulary, (2, manifest.image_tokens))
+    pixels = np.empty((2, manifest.height, manifest.width, 3), np.uint8)
+    engine.bind({"codes": codes}, {"pixels": pixels})()
+    expected = loaded.image_decoder(torch.from_numpy(codes)).numpy()
+    if expected.shape != pixels.shape:
+        raise ParityError(f"expected pixels {expected.shape}, found {pixels.shape}; nothing was written")
+    return int(np.abs(expected.astype(int) - pixels.astype(int)).max())

@@ -1,0 +1,223 @@
+"""The step graph's body: transformers' own code traced into the opset-24 form that ONNX Runtime and TensorRT share.
+
+ids and lengths in, logits and caches out:
+
+    pos = length + 0..W-1        mask[R, 1, W, S] = slot <= pos          once, shared by all layers
+    layer: RMSNormalization -> q, k, v -> RotaryEmbedding
+           cache = TensorScatter(cache, k | v, length)                   in place when both are bound to one buffer
+           Attention(q, cache_k, cache_v, mask)
+
+Never `is_causal` and never `nonpad_kv_seqlen`: TensorRT's parser drops them without a word.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import sys
+import warnings
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import onnx
+import torch
+from torch import Tensor, nn
+from torch.nn import functional
+
+from csd_ops.contract import OPSET, cache_names
+from export.families.base import Loaded
+
+ATTENTION = "csd_static"
+
+
+@functools.cache
+def _operators() -> dict[Any, Callable[..., Any]]:
+    """Three operators that tracing keeps whole, and the ONNX node each becomes."""
+    import onnxscript
+
+    op = onnxscript.values.Opset("", OPSET)  # onnxscript 0.7 ships no module for opset 24
+
+    @torch.library.custom_op("csd_export::tensor_scatter", mutates_args=())
+    def tensor_scatter(cache: Tensor, update: Tensor, length: Tensor) -> Tensor:
+        index = length[:, None] + torch.arange(update.shape[2], device=cache.device)
+        return cache.scatter(2, index[:, None, :, None].expand(-1, cache.shape[1], -1, cache.shape[3]), update)
+
+    @torch.library.custom_op("csd_export::attention", mutates_args=())
+    def attention(q: Tensor, k: Tensor, v: Tensor, mask: Tensor, scale: float) -> Tensor:
+        grouped = q.shape[1] != k.shape[1]
+        return functional.scaled_dot_product_attention(q, k, v, attn_mask=mask, scale=scale, enable_gqa=grouped)
+
+    @torch.library.custom_op("csd_export::rotary", mutates_args=())
+    def rotary(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+        low, high = x.chunk(2, -1)
+        c, s = cos[:, None], sin[:, None]
+        return torch.cat([low * c - high * s, high * c + low * s], -1)
+
+    tensor_scatter.register_fake(lambda cache, update, length: torch.empty_like(cache))
+    attention.register_fake(lambda q, k, v, mask, scale: torch.empty_like(q))
+    rotary.register_fake(lambda x, cos, sin: torch.empty_like(x))
+
+    def scatter_node(cache: Any, update: Any, length: Any) -> Any:
+        return op.TensorScatter(cache, update, length, axis=-2, mode="linear")
+
+    def attention_node(q: Any, k: Any, v: Any, mask: Any, scale: float) -> Any:
+        return op.Attention(q, k, v, mask, scale=scale)[0]
+
+    def rotary_node(x: Any, cos: Any, sin: Any) -> Any:
+        return op.RotaryEmbedding(x, cos, sin)
+
+    ours = torch.ops.csd_export
+    return {
+        ours.tensor_scatter.default: scatter_node,
+        ours.attention.default: attention_node,
+        ours.rotary.default: rotary_node,
+    }
+
+
+@functools.cache
+def _cache_layer() -> type:
+    """A cache layer whose update is TensorScatter; transformers calls `update` and the size queries."""
+    from transformers.cache_utils import CacheLayerMixin
+
+    class Slot(CacheLayerMixin):  # type: ignore[misc, unused-ignore]
+        is_compileable = True
+        is_sliding = False
+
+        def __init__(self, keys: Tensor, values: Tensor, length: Tensor) -> None:
+            super().__init__()
+            self.keys, self.values, self.length, self.is_initialized = keys, values, length, True
+
+        def lazy_initialization(self, *args: Any) -> None:
+            pass
+
+        def update(self, keys: Tensor, values: Tensor, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor]:
+            self.keys = torch.ops.csd_export.tensor_scatter(self.keys, keys, self.length)
+            self.values = torch.ops.csd_export.tensor_scatter(self.values, values, self.length)
+            return self.keys, self.values
+
+        def get_mask_sizes(self, queries: Any) -> tuple[int, int]:
+            return self.keys.shape[2], 0
+
+        def get_seq_length(self) -> int:
+            return 0
+
+        def get_max_length(self) -> int:
+            return int(self.keys.shape[2])
+
+    return Slot
+
+
+@contextlib.contextmanager
+def patched(language_model: nn.Module) -> Iterator[None]:
+    """transformers' modelling code with attention, rotation and norms replaced while tracing, restored after.
+
+    Tracing the stock code takes two to three times the nodes and none of TensorRT's fused layers. Each replacement
+    goes when transformers' own exporter emits TensorScatter, Attention-24 and RotaryEmbedding for Llama bodies
+    (not in 5.24).
+    """
+    from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS
+    from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
+
+    def attention(
+        module: nn.Module, q: Tensor, k: Tensor, v: Tensor, mask: Tensor, scaling: float, **kwargs: Any
+    ) -> tuple[Tensor, None]:
+        return torch.ops.csd_export.attention(q, k, v, mask, float(scaling)).transpose(1, 2).contiguous(), None
+
+    def rotate(q: Tensor, k: Tensor, cos: Tensor, sin: Tensor, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor]:
+        half = cos.shape[-1] // 2  # both halves of transformers' tables are equal
+        c, s = cos[..., :half], sin[..., :half]
+        return torch.ops.csd_export.rotary(q, c, s), torch.ops.csd_export.rotary(k, c, s)
+
+    def norm(self: Any, x: Tensor) -> Tensor:
+        return functional.rms_norm(x, (x.shape[-1],), self.weight, self.variance_epsilon)
+
+    ALL_ATTENTION_FUNCTIONS.register(ATTENTION, attention)
+    ALL_MASK_ATTENTION_FUNCTIONS.register(ATTENTION, lambda *args, **kwargs: None)
+    module: Any = sys.modules[type(language_model).__module__]
+    config: Any = language_model.config
+    norms = {type(part) for part in language_model.modules() if type(part).__name__.endswith("RMSNorm")}
+    before = (module.apply_rotary_pos_emb, config._attn_implementation, {kind: kind.forward for kind in norms})
+    module.apply_rotary_pos_emb, config._attn_implementation = rotate, ATTENTION
+    for kind in norms:
+        kind.forward = norm  # type: ignore[method-assign, unused-ignore]
+    try:
+        yield
+    finally:
+        module.apply_rotary_pos_emb, config._attn_implementation = before[0], before[1]
+        for kind, forward in before[2].items():
+            kind.forward = forward  # type: ignore[method-assign, unused-ignore]
+
+
+class Step(nn.Module):
+    """ids [R, W], length [R], caches -> logits float32 [R, W, V], caches."""
+
+    def __init__(self, loaded: Loaded, dtype: torch.dtype) -> None:
+        super().__init__()
+        self.embedding = nn.Parameter(loaded.embedding.to(dtype), requires_grad=False)
+        self.language_model, self.head = loaded.language_model, loaded.head
+
+    def forward(self, ids: Tensor, length: Tensor, caches: list[Tensor]) -> tuple[Tensor, ...]:
+        from transformers.cache_utils import Cache
+
+        positions = length[:, None] + torch.arange(ids.shape[1], device=ids.device)[None]
+        slots = torch.arange(caches[0].shape[2], device=ids.device)
+        mask = slots[None, None, None] <= positions[:, None, :, None]
+        kind = _cache_layer()
+        layers = [kind(caches[i], caches[i + 1], length) for i in range(0, len(caches), 2)]
+        hidden = self.language_model(
+            inputs_embeds=functional.embedding(ids, self.embedding),
+            attention_mask=mask,
+            cache=Cache(layers=layers),
+            use_cache=True,
+            position_ids=positions,
+        ).last_hidden_state
+        logits = self.head(hidden).float()
+        return (logits, *(part for layer in layers for part in (layer.keys, layer.values)))
+
+
+def trace_step(loaded: Loaded, dtype: torch.dtype) -> onnx.ModelProto:
+    """The body as an ONNX model, opset 24, dimensions R, W and S free and so named."""
+    manifest = loaded.manifest
+    rows, window, slots = 4, 5, 24  # sizes of 0, 1 or equal sizes would be taken for constants
+    shape = (rows, manifest.key_value_heads, slots, manifest.head_size)
+    names = cache_names(manifest.layers)
+    caches = [torch.zeros(shape, dtype=dtype) for _ in names]
+    dim = torch.export.Dim
+    free = {0: dim("R", min=1), 2: dim("S", min=2)}
+    arguments = (torch.zeros(rows, window, dtype=torch.int64), torch.full((rows,), 7), caches)
+    with patched(loaded.language_model), torch.no_grad(), warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        program = torch.onnx.export(
+            Step(loaded, dtype).eval(),
+            arguments,
+            dynamo=True,
+            opset_version=OPSET,
+            verbose=False,
+            dynamic_shapes={
+                "ids": {0: free[0], 1: dim("W", min=1)},
+                "length": {0: free[0]},
+                "caches": [free for _ in names],
+            },
+            custom_translation_table=_operators(),
+            input_names=["ids", "length", *names],
+            output_names=["logits", *(f"next_{name}" for name in names)],
+        )
+    assert program is not None
+    model: onnx.ModelProto = program.model_proto
+    del model.graph.metadata_props[:]
+    for node in model.graph.node:
+        del node.metadata_props[:]  # stack traces of the exporting machine
+    return model
+
+
+def save_graph(model: onnx.ModelProto, path: Path) -> None:
+    """Write the graph with its weights in one external file beside it."""
+    onnx.save_model(
+        model,
+        str(path),
+        save_as_external_data=True,
+        all_tensors_to_one_file=True,
+        location=path.name + ".data",
+        size_threshold=1024,
+    )

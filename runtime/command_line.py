@@ -1,0 +1,271 @@
+"""The command `csd`."""
+
+from __future__ import annotations
+
+import json
+import sys
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from io import BytesIO
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+from rich.console import Console
+from rich.table import Table
+
+from csd_ops.errors import CsdError, InputError, MachineError
+
+if TYPE_CHECKING:
+    from runtime.model import Generation
+
+app = typer.Typer(
+    name="csd",
+    help="Decode autoregressive image models with content-aware speculative decoding.",
+    no_args_is_help=True,
+    add_completion=False,
+    pretty_exceptions_enable=False,
+    context_settings={"help_option_names": ["-h", "--help"]},
+)
+console = Console(stderr=True, highlight=False)
+
+
+def main() -> None:
+    """Run the command; an error of the user or the machine is one sentence and exit code 2."""
+    try:
+        app()
+    except CsdError as error:
+        console.print(f"csd: {error}", markup=False, soft_wrap=True)
+        sys.exit(2)
+    except BrokenPipeError:
+        sys.exit(1)
+    except KeyboardInterrupt:
+        console.print("csd: interrupted")
+        sys.exit(130)
+
+
+BundleOption = Annotated[
+    Path | None, typer.Option("--bundle", "-b", help="Bundle folder; without it the demo model.", show_default=False)
+]
+
+
+@app.command()
+def generate(
+    prompts: Annotated[list[str], typer.Argument(help="What to draw; several prompts draw several pictures.")],
+    output: Annotated[Path, typer.Option("--output", "-o", help="PNG file; several pictures are numbered.")] = Path(
+        "picture.png"
+    ),
+    bundle: BundleOption = None,
+    preset: Annotated[str | None, typer.Option(help="Decoding preset; `csd presets` lists them.")] = None,
+    seed: Annotated[int, typer.Option(help="Seed of the first picture; the next ones count up.")] = 0,
+    count: Annotated[int, typer.Option(help="Pictures per prompt.")] = 1,
+    batch: Annotated[int, typer.Option(help="Pictures decoded together, each at its own pace.")] = 1,
+    window: Annotated[int | None, typer.Option(help="Tokens fed per forward pass.")] = None,
+    guidance: Annotated[float | None, typer.Option(help="Guidance weight; 1 is without.")] = None,
+    temperature: Annotated[float | None, typer.Option(help="0 is greedy.")] = None,
+    top_k: Annotated[int | None, typer.Option(help="Keep the k likeliest tokens; 0 is off.")] = None,
+    top_p: Annotated[float | None, typer.Option(help="Keep the likeliest tokens up to this mass; 1 is off.")] = None,
+    delta: Annotated[float | None, typer.Option(help="CSD: relax where TV(p, q) is below this.")] = None,
+    lambda_: Annotated[float | None, typer.Option("--lambda", help="CSD: bonus per nat of entropy.")] = None,
+    setting: Annotated[
+        list[str] | None, typer.Option("--set", help="Another number of the preset: k=2, coupling=gumbel, ...")
+    ] = None,
+    map_: Annotated[
+        Path | None, typer.Option("--map", help="Also draw where tokens were accepted, entropy and distortion.")
+    ] = None,
+    json_: Annotated[bool, typer.Option("--json", help="Print the closing figures as one JSON object.")] = False,
+    threads: Annotated[int | None, typer.Option(help="Threads; without it all cores.", min=1)] = None,
+) -> None:
+    """Draw pictures from prompts."""
+    from runtime.model import ImageModel
+
+    number = len(prompts) * count
+    files = _numbered(output, number)
+    maps = _numbered(map_, number) if map_ else []
+    for path in (*files, *maps):
+        check_writable(path)
+    model = ImageModel.open(bundle, threads=threads)
+    with progress_bar("drawing", quiet=json_) as on_progress:
+        result = model.generate(
+            prompts,
+            preset=preset,
+            seed=seed,
+            count=count,
+            batch=batch,
+            guidance=guidance,
+            temperature=temperature,
+            top_k=top_k,
+            top_p=top_p,
+            on_progress=on_progress,
+            window=window,
+            delta=delta,
+            lambda_=lambda_,
+            **parse_settings(setting or []),
+        )
+    _save(model, result, files, maps)
+    summary = result.summary() | {"files": [str(path) for path in (*files, *maps)]}
+    if json_:
+        print(json.dumps(summary))
+    else:
+        console.print(closing_line(result), soft_wrap=True)
+        console.print("wrote " + ", ".join(summary["files"]), soft_wrap=True, markup=False)
+
+
+def closing_line(result: Generation) -> str:
+    """One sentence that says what ran and what it cost."""
+    exact = "lossless" if result.preset.lossless else f"distortion {result.distortion:.4f} per token"
+    pictures = f"{len(result.decoded)} pictures, " if len(result.decoded) > 1 else ""
+    return (
+        f"{pictures}{result.tokens} tokens in {result.forward_passes} forward passes "
+        f"({result.tokens_per_pass:.2f} tokens per pass), {result.seconds:.2f} s, {exact}; "
+        f"{result.preset.name}, window {result.preset.window}, {result.provider}, {result.threads} threads"
+    )
+
+
+def parse_settings(settings: list[str]) -> dict[str, Any]:
+    """`name=value` pairs; a value that reads as a number is one."""
+    parsed: dict[str, Any] = {}
+    for text in settings:
+        name, equals, value = text.partition("=")
+        if not (name and equals and value):
+            raise InputError(f"expected name=value, found {text!r}; for example --set k=2")
+        try:
+            parsed[name] = int(value) if value.lstrip("-").isdigit() else float(value)
+        except ValueError:
+            parsed[name] = {"true": True, "false": False}.get(value.lower(), value)
+    return parsed
+
+
+def check_writable(path: Path) -> None:
+    """Refuse an output that could not be written before any work is done."""
+    import os
+
+    if path.is_dir():
+        raise InputError(f"expected a file name, found the folder {path}; name a file in it")
+    folder = path.absolute().parent
+    if not folder.is_dir():
+        raise InputError(f"expected the folder {folder} for {path.name}, found none; make it or name another")
+    if not os.access(folder, os.W_OK):
+        raise MachineError(f"expected to write in {folder}, found no permission; name another output")
+
+
+def _numbered(path: Path, count: int) -> list[Path]:
+    if count == 1:
+        return [path]
+    digits = len(str(count))
+    return [path.with_name(f"{path.stem}-{number:0{digits}d}{path.suffix}") for number in range(1, count + 1)]
+
+
+def _save(model: Any, result: Generation, files: list[Path], maps: list[Path]) -> None:
+    from runtime.acceptance_map import draw_map
+
+    manifest = model.bundle.manifest
+    for image, path in zip(result.images, files, strict=True):
+        save_image(image, path)
+    for pixels, decoded, path in zip(result.pixels, result.decoded, maps, strict=False):
+        save_image(draw_map(pixels, decoded, manifest.rows, manifest.columns), path)
+
+
+def save_image(image: Any, path: Path) -> None:
+    """Write a picture in the format of its suffix, whole or not at all."""
+    from PIL import Image
+
+    from runtime.bundle import write_bytes
+
+    kind = Image.registered_extensions().get(path.suffix.lower())
+    if kind is None:
+        raise InputError(f"expected a picture suffix such as .png, found {path.suffix!r} in {path}; change it")
+    data = BytesIO()
+    image.save(data, format=kind)
+    write_bytes(path, data.getvalue())
+
+
+@contextmanager
+def progress_bar(label: str, *, quiet: bool = False) -> Iterator[Callable[[int, int], None] | None]:
+    """A bar over tokens, with time left; nothing when output is for a program."""
+    if quiet:
+        yield None
+        return
+    from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
+
+    columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TextColumn("tokens"))
+    with Progress(*columns, TimeElapsedColumn(), TimeRemainingColumn(), console=console, transient=True) as bar:
+        task = bar.add_task(label, total=None)
+        yield lambda done, total: bar.update(task, completed=done, total=total)
+
+
+@app.command()
+def inspect(bundle: Annotated[Path | None, typer.Argument(help="Bundle folder; without it the demo model.")] = None) -> None:
+    """Print what is in a bundle, after checking it."""
+    from runtime.bundle import open_bundle
+    from runtime.model import DEMO
+
+    opened = open_bundle(bundle or DEMO)
+    manifest = opened.manifest
+    table = Table(title=f"{manifest.name} ({opened.folder})", show_header=False, title_justify="left")
+    cache = 2 * manifest.layers * manifest.key_value_heads * manifest.head_size
+    item = 2 if manifest.precision == "fp16" else 4
+    rows = {
+        "family": manifest.family,
+        "precision": manifest.precision,
+        "picture": f"{manifest.width} x {manifest.height} pixels, {manifest.rows} x {manifest.columns} tokens",
+        "vocabulary": f"{manifest.image_vocabulary} image codes, {manifest.text_vocabulary} text ids",
+        "transformer": f"{manifest.layers} layers, {manifest.key_value_heads} key-value heads of {manifest.head_size}",
+        "context": f"{manifest.context} positions, prompts up to {manifest.max_prompt}, window up to {manifest.max_window}",
+        "cache": f"{cache * item / 1e3:.1f} kB per position and row",
+        "prompt": f"{manifest.prompt_prefix}…{manifest.prompt_suffix}",
+        "recommended": ", ".join(f"{name} {value}" for name, value in manifest.recommended.items()),
+        "forced tokens": str(len(manifest.forced)),
+        "made by": ", ".join(f"{name} {value}" for name, value in manifest.versions.items()),
+        "files": "\n".join(f"{name}  {entry['size'] / 1e6:.2f} MB  {entry['sha256'][:12]}" for name, entry in opened.files.items()),
+    }
+    for name, value in rows.items():
+        table.add_row(name, value)
+    Console(highlight=False).print(table, markup=False)
+
+
+@app.command("presets")
+def list_presets(bundle: BundleOption = None) -> None:
+    """List the decoding presets and their numbers."""
+    from dataclasses import asdict
+
+    from runtime.model import DEMO
+    from runtime.bundle import open_bundle
+    from runtime.presets import presets
+
+    family = open_bundle(bundle or DEMO, verify=False).manifest.family
+    table = Table(title=f"presets for {family}", title_justify="left")
+    for column in ("preset", "rule", "window", "coupling", "fresh drafts", "law", "what it is"):
+        table.add_column(column)
+    for preset in presets(family).values():
+        numbers = ", ".join(f"{name.rstrip('_')} {value:g}" for name, value in asdict(preset.rule).items())
+        table.add_row(
+            preset.name,
+            f"{preset.rule.name} {numbers}".strip(),
+            str(preset.window),
+            preset.coupling.name.lower(),
+            preset.fresh.name.lower().replace("_", "-"),
+            "exact" if preset.lossless else "relaxed",
+            preset.note,
+        )
+    Console(highlight=False).print(table)
+
+
+@app.command("export")
+def export_command(
+    checkpoint: Annotated[Path, typer.Argument(help="Checkpoint folder in transformers' layout.")],
+    output: Annotated[Path, typer.Option("--output", "-o", help="Bundle folder to write.")],
+    precision: Annotated[str, typer.Option(help="fp32 or fp16.")] = "fp32",
+) -> None:
+    """Export a checkpoint to a bundle and compare it with PyTorch."""
+    try:
+        from export.command import run
+    except ImportError as error:
+        raise MachineError(
+            f"expected the packages of the export extra, found none of {error.name}; install `csd-toolkit[export]`"
+        ) from None
+    run(checkpoint, output, precision, console)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,46 @@
+"""Text to prompt ids, and the guidance pair that belongs to them."""
+
+from __future__ import annotations
+
+import numpy as np
+
+from csd_ops.errors import InputError
+from runtime.bundle import TOKENIZER, Bundle
+
+
+class PromptEncoder:
+    """The bundle's tokenizer and prompt template."""
+
+    def __init__(self, bundle: Bundle) -> None:
+        from tokenizers import Tokenizer
+
+        self._manifest = bundle.manifest
+        path = bundle.path(TOKENIZER)
+        try:
+            self._tokenizer = Tokenizer.from_file(str(path))
+        except Exception as error:  # tokenizers raises plain Exception
+            raise InputError(f"expected a tokenizer in {path}, found: {error}; export the bundle again") from None
+        self._tokenizer.no_padding()
+        self._tokenizer.no_truncation()
+
+    def encode(self, text: str) -> tuple[np.ndarray, np.ndarray]:
+        """Ids of the conditional and the unconditional row, both int64 [L], in the bundle's one id space.
+
+        The unconditional row keeps the first `kept_head` and last `kept_tail` ids and pads what is between.
+        """
+        manifest = self._manifest
+        text = " ".join(text.split())
+        if not text:
+            raise InputError("expected a prompt, found an empty one; say what to draw")
+        for token in self._tokenizer.get_added_tokens_decoder().values():
+            if token.special and token.content in text:
+                raise InputError(f"expected plain text in the prompt, found the special token {token.content!r}; drop it")
+        whole = manifest.prompt_prefix + text + manifest.prompt_suffix
+        ids = np.array(self._tokenizer.encode(whole).ids, dtype=np.int64)
+        if len(ids) > manifest.max_prompt:
+            raise InputError(
+                f"expected a prompt of at most {manifest.max_prompt} tokens, found {len(ids)}; shorten it"
+            )
+        unconditional = ids.copy()
+        unconditional[manifest.kept_head : len(ids) - manifest.kept_tail] = manifest.pad_id
+        return ids + manifest.image_vocabulary, unconditional + manifest.image_vocabulary
