@@ -7,7 +7,7 @@ cost time (top-k, top-p, groups, couplings, fresh laws) are If branches on the s
 The bodies below are onnxscript: Python syntax, translated to nodes, never run as Python.
 """
 # mypy: ignore-errors
-# ruff: noqa: N802, F841 - functions are named as the operators they become; unpacking names every setting
+# ruff: noqa: N802 - functions are named as the operators they become; unpacking names every setting
 
 from __future__ import annotations
 
@@ -209,7 +209,18 @@ def functions() -> tuple[onnx.FunctionProto, ...]:
 
     @onnxscript.script(csd, default_opset=op)
     def Advance(
-        ids, length, position, history_probs, history_ids, q, accept, final, redraft, uniforms, grammar, settings
+        ids,
+        length,
+        position,
+        history_probs,
+        history_ids,
+        q,
+        accept,
+        final,
+        redraft,
+        uniforms,
+        grammar,
+        settings,
     ):
         """First rejection, commit, shift and refill: csd_ops.reference.advance."""
         scheme = op.Gather(settings, op.Constant(value_int=5))
@@ -251,7 +262,7 @@ def functions() -> tuple[onnx.FunctionProto, ...]:
         fresh = op.And(free, old >= window)
         has_above = place >= columns
 
-        u_accept, u_sample, u_fresh = op.Split(uniforms, axis=-1, num_outputs=3)
+        _u_accept, _u_sample, u_fresh = op.Split(uniforms, axis=-1, num_outputs=3)
         u = op.Squeeze(u_fresh, op.Constant(value_ints=[-1]))
         anywhere = op.Min(op.Cast(u * op.Cast(vocabulary, to=TensorProto.FLOAT), to=TensorProto.INT64), vocabulary - 1)
         source = op.Where(op.And(scheme == 5.0, has_above), above, op.Where(scheme == 4.0, known - 1, known))
@@ -322,8 +333,28 @@ def attach_tail(model: onnx.ModelProto, *, columns: int, codes: np.ndarray) -> N
             graph.input.append(_value(name, dtype, shape, sizes))
     graph.initializer.append(numpy_helper.from_array(np.ascontiguousarray(codes, np.float32), "codes"))
     node = functools.partial(helper.make_node, domain=DOMAIN)
-    verify_inputs = ["logits", "drafts", "kind", "draft_probs", "uniforms", "gumbel", "guidance", "settings", "codes"]
-    advance_inputs = ["ids", "length", "position", "history_probs", "history_ids", "q", "accept", "final", "redraft"]
+    verify_inputs = [
+        "logits",
+        "drafts",
+        "kind",
+        "draft_probs",
+        "uniforms",
+        "gumbel",
+        "guidance",
+        "settings",
+        "codes",
+    ]
+    advance_inputs = [
+        "ids",
+        "length",
+        "position",
+        "history_probs",
+        "history_ids",
+        "q",
+        "accept",
+        "final",
+        "redraft",
+    ]
     graph.node.extend(
         [
             node("Drafts", ["ids", "position"], ["drafts"], name="drafts"),

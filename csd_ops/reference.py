@@ -85,7 +85,7 @@ def residual(q: Array, p: Array, b: Array) -> Array:
     return np.where(left.sum(axis=-1, keepdims=True) > 0, left, q)
 
 
-def acceptance(p: Array, q: Array, slot: Array, relax: Array, settings: Settings, codes: Array) -> Array:
+def acceptance(p: Array, q: Array, slot: Array, relax: NDArray[np.bool_], settings: Settings, codes: Array) -> Array:
     """b(x) for every token x of every slot: [B, W, V]. 0 where p(x) = 0: such a token is never drafted.
 
     `slot` [W] is the draft index i, `relax` [B, W] says where the bonus may apply, `codes` [V, E] are the vectors of
@@ -230,7 +230,10 @@ def advance(
         position = start + count
         laws = np.concatenate([state.history_probs[image], verified.q[image]])  # row r: position start - C + r
         names = np.concatenate([state.history_ids[image], tokens[image]])
-        history_probs[image], history_ids[image] = laws[count : count + columns], names[count : count + columns]
+        history_probs[image], history_ids[image] = (
+            laws[count : count + columns],
+            names[count : count + columns],
+        )
         ids[image, 0] = tokens[image, count - 1] if count else state.ids[image, 0]
         for slot in range(window):
             rule = grammar[min(position + slot, len(grammar) - 1)]

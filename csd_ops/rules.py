@@ -155,6 +155,4 @@ class Gsd(Rule):
         }
 
 
-RULES: dict[str, type[Rule]] = {
-    rule.name: rule for rule in (Sjd, Jacobi, Amplify, Addition, Entropy, Csd, Cool, Gsd)
-}
+RULES: dict[str, type[Rule]] = {rule.name: rule for rule in (Sjd, Jacobi, Amplify, Addition, Entropy, Csd, Cool, Gsd)}

@@ -87,4 +87,3 @@ class OnnxRuntimeEngine:
 def _binding(value: Any) -> Binding:
     shape = tuple(size if isinstance(size, int) else str(size) for size in value.shape)
     return Binding(value.name, np.dtype(_DTYPES[value.type]), shape)
-

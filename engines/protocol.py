@@ -47,4 +47,6 @@ def check_buffers(declared: Mapping[str, Binding], buffers: Mapping[str, np.ndar
         for size, wanted in zip(array.shape, binding.shape, strict=True):
             expected = wanted if isinstance(wanted, int) else sizes.setdefault(wanted, size)
             if size != expected:
-                raise InputError(f"expected shape {binding.shape} ({wanted} = {expected}) for {name}, found {array.shape}")
+                raise InputError(
+                    f"expected shape {binding.shape} ({wanted} = {expected}) for {name}, found {array.shape}"
+                )

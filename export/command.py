@@ -21,7 +21,7 @@ def run(checkpoint: Path, output: Path, precision: str, console: Console) -> Non
     logging.getLogger("torch.onnx").setLevel(logging.ERROR)
     warnings.simplefilter("ignore")
     columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
-    with Progress(*columns, console=console, transient=True) as progress:
+    with Progress(*columns, console=console, transient=True, disable=not console.is_terminal) as progress:
         task = progress.add_task("export", total=None)
 
         def on_stage(name: str, number: int, count: int) -> None:

@@ -81,8 +81,7 @@ class StepRunner:
         sizes = {"R": rows, "B": rows, "G": 1, "W": window, "V": vocabulary, "C": self.manifest.columns}
         sizes |= {"T": window, "N": 1, str(SETTINGS_SIZE): SETTINGS_SIZE, "3": 3}
         inputs = {
-            name: np.zeros([sizes[dim] for dim in shape], dtype)
-            for name, (dtype, shape) in (STATE | CONTROLS).items()
+            name: np.zeros([sizes[dim] for dim in shape], dtype) for name, (dtype, shape) in (STATE | CONTROLS).items()
         }
         inputs["ids"][:], inputs["length"][:], inputs["guidance"][:] = ids, length, 1.0
         inputs["settings"][:] = Settings().vector()

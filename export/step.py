@@ -110,7 +110,7 @@ def _cache_layer() -> type:
 
 @contextlib.contextmanager
 def patched(language_model: nn.Module) -> Iterator[None]:
-    """transformers' modelling code with attention, rotation and norms replaced while tracing, restored after.
+    """Transformers' modelling code with attention, rotation and norms replaced while tracing, restored after.
 
     Tracing the stock code takes two to three times the nodes and none of TensorRT's fused layers. Each replacement
     goes when transformers' own exporter emits TensorScatter, Attention-24 and RotaryEmbedding for Llama bodies
@@ -137,7 +137,11 @@ def patched(language_model: nn.Module) -> Iterator[None]:
     module: Any = sys.modules[type(language_model).__module__]
     config: Any = language_model.config
     norms = {type(part) for part in language_model.modules() if type(part).__name__.endswith("RMSNorm")}
-    before = (module.apply_rotary_pos_emb, config._attn_implementation, {kind: kind.forward for kind in norms})
+    before = (
+        module.apply_rotary_pos_emb,
+        config._attn_implementation,
+        {kind: kind.forward for kind in norms},
+    )
     module.apply_rotary_pos_emb, config._attn_implementation = rotate, ATTENTION
     for kind in norms:
         kind.forward = norm  # type: ignore[method-assign, unused-ignore]

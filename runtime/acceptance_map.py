@@ -41,19 +41,20 @@ def draw_map(pixels: np.ndarray, decoded: Decoded, rows: int, columns: int) -> I
     seen = decoded.measure("entropy").reshape(grid)
     distortion = decoded.measure("distortion").reshape(grid)
     worst = max(float(distortion.max()), 1e-3)
-    panels = [
-        ("picture", f"{decoded.passes} forward passes", Image.fromarray(pixels), None),
+    maps: list[tuple[str, str, np.ndarray, float]] = [
         ("tokens per pass", f"mean {len(decoded.tokens) / decoded.passes:.2f}", accepted, float(accepted.max())),
         ("entropy of q, nats", f"mean {decoded.mean('entropy'):.2f}", seen, float(seen.max())),
         ("distortion, TV", f"mean {decoded.mean('distortion'):.4f}, sum {distortion.sum():.2f}", distortion, worst),
     ]
-    width = len(panels) * (_PANEL + _MARGIN) + _MARGIN
+    width = (len(maps) + 1) * (_PANEL + _MARGIN) + _MARGIN
     sheet = Image.new("RGB", (width, _PANEL + _CAPTION + 2 * _MARGIN), "white")
-    for index, (title, note, content, high) in enumerate(panels):
+    picture = Image.fromarray(pixels).resize((_PANEL, _PANEL), Image.Resampling.LANCZOS)
+    sheet.paste(picture, (_MARGIN, _MARGIN + _CAPTION))
+    _caption(sheet, _MARGIN, "picture", f"{decoded.passes} forward passes", None)
+    for index, (title, note, values, high) in enumerate(maps, start=1):
         left = _MARGIN + index * (_PANEL + _MARGIN)
-        image = content if high is None else Image.fromarray(colour(content, high))
-        smooth = Image.Resampling.LANCZOS if high is None else Image.Resampling.NEAREST
-        sheet.paste(image.resize((_PANEL, _PANEL), smooth), (left, _MARGIN + _CAPTION))
+        panel = Image.fromarray(colour(values, high)).resize((_PANEL, _PANEL), Image.Resampling.NEAREST)
+        sheet.paste(panel, (left, _MARGIN + _CAPTION))
         _caption(sheet, left, title, note, high)
     return sheet
 

@@ -127,7 +127,16 @@ def _manifest(model: object, path: Path) -> Manifest:
                 f"expected {name} ({kind.__name__}) in {path}, found {model.get(name)!r}; export the bundle again"
             )
     manifest = Manifest(**{name: model[name] for name in known})
-    sizes = ("image_vocabulary", "rows", "columns", "width", "height", "layers", "key_value_heads", "head_size")
+    sizes = (
+        "image_vocabulary",
+        "rows",
+        "columns",
+        "width",
+        "height",
+        "layers",
+        "key_value_heads",
+        "head_size",
+    )
     for name in (*sizes, "context", "max_window", "max_prompt"):
         if getattr(manifest, name) < 1:
             raise InputError(
@@ -141,9 +150,15 @@ def _manifest(model: object, path: Path) -> Manifest:
 
 def _check_file(folder: Path, name: str, entry: object, verify: bool) -> None:
     if Path(name).is_absolute() or ".." in Path(name).parts:
-        raise InputError(f"expected files inside {folder}, found the path {name!r} in {MANIFEST}; do not use this bundle")
+        raise InputError(
+            f"expected files inside {folder}, found the path {name!r} in {MANIFEST}; do not use this bundle"
+        )
     path = folder / name
-    if not isinstance(entry, dict) or not isinstance(entry.get("size"), int) or not isinstance(entry.get("sha256"), str):
+    if (
+        not isinstance(entry, dict)
+        or not isinstance(entry.get("size"), int)
+        or not isinstance(entry.get("sha256"), str)
+    ):
         raise InputError(f"expected size and sha256 of {name} in {MANIFEST}, found neither; export the bundle again")
     if not path.is_file():
         raise InputError(f"expected {path}, found none; export the bundle again or copy it whole")

@@ -28,6 +28,7 @@ app = typer.Typer(
     context_settings={"help_option_names": ["-h", "--help"]},
 )
 console = Console(stderr=True, highlight=False)
+PICTURE_FORMATS = {".png": "PNG", ".jpg": "JPEG", ".jpeg": "JPEG", ".webp": "WEBP"}
 
 
 def main() -> None:
@@ -45,7 +46,8 @@ def main() -> None:
 
 
 BundleOption = Annotated[
-    Path | None, typer.Option("--bundle", "-b", help="Bundle folder; without it the demo model.", show_default=False)
+    Path | None,
+    typer.Option("--bundle", "-b", help="Bundle folder; without it the demo model.", show_default=False),
 ]
 
 
@@ -68,10 +70,12 @@ def generate(
     delta: Annotated[float | None, typer.Option(help="CSD: relax where TV(p, q) is below this.")] = None,
     lambda_: Annotated[float | None, typer.Option("--lambda", help="CSD: bonus per nat of entropy.")] = None,
     setting: Annotated[
-        list[str] | None, typer.Option("--set", help="Another number of the preset: k=2, coupling=gumbel, ...")
+        list[str] | None,
+        typer.Option("--set", help="Another number of the preset: k=2, coupling=gumbel, ..."),
     ] = None,
     map_: Annotated[
-        Path | None, typer.Option("--map", help="Also draw where tokens were accepted, entropy and distortion.")
+        Path | None,
+        typer.Option("--map", help="Also draw where tokens were accepted, entropy and distortion."),
     ] = None,
     json_: Annotated[bool, typer.Option("--json", help="Print the closing figures as one JSON object.")] = False,
     threads: Annotated[int | None, typer.Option(help="Threads; without it all cores.", min=1)] = None,
@@ -83,7 +87,7 @@ def generate(
     files = _numbered(output, number)
     maps = _numbered(map_, number) if map_ else []
     for path in (*files, *maps):
-        check_writable(path)
+        check_picture(path)
     model = ImageModel.open(bundle, threads=threads)
     with progress_bar("drawing", quiet=json_) as on_progress:
         result = model.generate(
@@ -136,10 +140,12 @@ def parse_settings(settings: list[str]) -> dict[str, Any]:
     return parsed
 
 
-def check_writable(path: Path) -> None:
-    """Refuse an output that could not be written before any work is done."""
+def check_picture(path: Path) -> None:
+    """Refuse a picture file that could not be written before any work is done."""
     import os
 
+    if path.suffix.lower() not in PICTURE_FORMATS:
+        raise InputError(f"expected a name ending in {', '.join(PICTURE_FORMATS)}, found {path.name}; change it")
     if path.is_dir():
         raise InputError(f"expected a file name, found the folder {path}; name a file in it")
     folder = path.absolute().parent
@@ -168,34 +174,40 @@ def _save(model: Any, result: Generation, files: list[Path], maps: list[Path]) -
 
 def save_image(image: Any, path: Path) -> None:
     """Write a picture in the format of its suffix, whole or not at all."""
-    from PIL import Image
-
     from runtime.bundle import write_bytes
 
-    kind = Image.registered_extensions().get(path.suffix.lower())
-    if kind is None:
-        raise InputError(f"expected a picture suffix such as .png, found {path.suffix!r} in {path}; change it")
     data = BytesIO()
-    image.save(data, format=kind)
+    image.save(data, format=PICTURE_FORMATS[path.suffix.lower()])
     write_bytes(path, data.getvalue())
 
 
 @contextmanager
-def progress_bar(label: str, *, quiet: bool = False) -> Iterator[Callable[[int, int], None] | None]:
-    """A bar over tokens, with time left; nothing when output is for a program."""
-    if quiet:
+def progress_bar(
+    label: str, *, unit: str = "tokens", quiet: bool = False
+) -> Iterator[Callable[[int, int], None] | None]:
+    """A bar with time left; nothing when nobody watches or the output is for a program."""
+    if quiet or not console.is_terminal:
         yield None
         return
-    from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
+    from rich.progress import (
+        BarColumn,
+        MofNCompleteColumn,
+        Progress,
+        TextColumn,
+        TimeElapsedColumn,
+        TimeRemainingColumn,
+    )
 
-    columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TextColumn("tokens"))
+    columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TextColumn(unit))
     with Progress(*columns, TimeElapsedColumn(), TimeRemainingColumn(), console=console, transient=True) as bar:
         task = bar.add_task(label, total=None)
         yield lambda done, total: bar.update(task, completed=done, total=total)
 
 
 @app.command()
-def inspect(bundle: Annotated[Path | None, typer.Argument(help="Bundle folder; without it the demo model.")] = None) -> None:
+def inspect(
+    bundle: Annotated[Path | None, typer.Argument(help="Bundle folder; without it the demo model.")] = None,
+) -> None:
     """Print what is in a bundle, after checking it."""
     from runtime.bundle import open_bundle
     from runtime.model import DEMO
@@ -211,13 +223,16 @@ def inspect(bundle: Annotated[Path | None, typer.Argument(help="Bundle folder; w
         "picture": f"{manifest.width} x {manifest.height} pixels, {manifest.rows} x {manifest.columns} tokens",
         "vocabulary": f"{manifest.image_vocabulary} image codes, {manifest.text_vocabulary} text ids",
         "transformer": f"{manifest.layers} layers, {manifest.key_value_heads} key-value heads of {manifest.head_size}",
-        "context": f"{manifest.context} positions, prompts up to {manifest.max_prompt}, window up to {manifest.max_window}",
+        "context": f"{manifest.context} positions, prompts up to {manifest.max_prompt}",
+        "window": f"up to {manifest.max_window}",
         "cache": f"{cache * item / 1e3:.1f} kB per position and row",
         "prompt": f"{manifest.prompt_prefix}…{manifest.prompt_suffix}",
         "recommended": ", ".join(f"{name} {value}" for name, value in manifest.recommended.items()),
         "forced tokens": str(len(manifest.forced)),
         "made by": ", ".join(f"{name} {value}" for name, value in manifest.versions.items()),
-        "files": "\n".join(f"{name}  {entry['size'] / 1e6:.2f} MB  {entry['sha256'][:12]}" for name, entry in opened.files.items()),
+        "files": "\n".join(
+            f"{name}  {entry['size'] / 1e6:.2f} MB  {entry['sha256'][:12]}" for name, entry in opened.files.items()
+        ),
     }
     for name, value in rows.items():
         table.add_row(name, value)
@@ -229,8 +244,8 @@ def list_presets(bundle: BundleOption = None) -> None:
     """List the decoding presets and their numbers."""
     from dataclasses import asdict
 
-    from runtime.model import DEMO
     from runtime.bundle import open_bundle
+    from runtime.model import DEMO
     from runtime.presets import presets
 
     family = open_bundle(bundle or DEMO, verify=False).manifest.family
@@ -265,6 +280,55 @@ def export_command(
             f"expected the packages of the export extra, found none of {error.name}; install `csd-toolkit[export]`"
         ) from None
     run(checkpoint, output, precision, console)
+
+
+@app.command("sweep")
+def sweep_command(
+    bundle: Annotated[Path | None, typer.Argument(help="Bundle folder; without it the demo model.")] = None,
+    prompts: Annotated[Path, typer.Option("--prompts", "-p", help="Text file, one prompt per line.")] = Path(
+        "prompts.txt"
+    ),
+    output: Annotated[Path, typer.Option("--output", "-o", help="Folder of the results; resumes there.")] = Path(
+        "sweep"
+    ),
+    variant: Annotated[
+        list[str] | None,
+        typer.Option("--variant", "-v", help="A preset and its numbers: 'csd delta=0.35,0.65 window=16,32'."),
+    ] = None,
+    guidance: Annotated[float | None, typer.Option(help="Guidance weight; without it the bundle's.")] = None,
+    temperature: Annotated[float | None, typer.Option(help="Temperature; without it the bundle's.")] = None,
+    top_k: Annotated[int | None, typer.Option(help="Top-k; without it the bundle's.")] = None,
+    seed: Annotated[int, typer.Option(help="Seed of the first prompt; the next ones count up.")] = 0,
+    threads: Annotated[int | None, typer.Option(help="Threads; without it all cores.", min=1)] = None,
+) -> None:
+    """Compare rules, settings and windows over a prompt list: lines, table and plot."""
+    from runtime import sweep as sweeping
+    from runtime.bundle import write_text
+    from runtime.model import ImageModel
+
+    if seed < 0:
+        raise InputError(f"expected seed of at least 0, found {seed}; choose a larger one")
+    texts = sweeping.read_prompts(prompts)
+    model = ImageModel.open(bundle, threads=threads)
+    variants = sweeping.expand(variant or sweeping.STANDARD, model)
+    with progress_bar("sweep", unit="pictures") as on_progress:
+        results = sweeping.sweep(
+            model,
+            texts,
+            variants,
+            output,
+            guidance=guidance,
+            temperature=temperature,
+            top_k=top_k,
+            seed=seed,
+            on_progress=on_progress,
+        )
+    rows = sweeping.summarise(results)
+    table = sweeping.markdown(rows)
+    write_text(output / sweeping.TABLE, table)
+    print(table)
+    sweeping.plot(rows, output / sweeping.PLOT)
+    console.print(f"wrote {', '.join(str(output / name) for name in sweeping.FILES)}", soft_wrap=True)
 
 
 if __name__ == "__main__":

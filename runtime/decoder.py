@@ -227,7 +227,7 @@ class Decoder:
                 fresh.append((index, request))
         widest = max(len(row) for _, request in fresh for row in request.rows) - 1
         for index, request in fresh:
-            for group, row in enumerate(request.rows):
+            for group in range(len(request.rows)):
                 state["length"][group * self.batch + index] = 0
         if widest:
             self._run_prompts(fresh, widest)

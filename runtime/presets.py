@@ -105,7 +105,7 @@ def adjust(preset: Preset, **changes: Any) -> Preset:
         elif key in own:
             preset = replace(preset, **{key: value})
         else:
-            names = sorted((own | {entry.rstrip("_") for entry in of_rule}))
+            names = sorted(own | {entry.rstrip("_") for entry in of_rule})
             raise InputError(f"expected a setting of {preset.name} ({', '.join(names)}), found {name!r}; leave it out")
     return preset
 

@@ -34,13 +34,13 @@ class PromptEncoder:
             raise InputError("expected a prompt, found an empty one; say what to draw")
         for token in self._tokenizer.get_added_tokens_decoder().values():
             if token.special and token.content in text:
-                raise InputError(f"expected plain text in the prompt, found the special token {token.content!r}; drop it")
+                raise InputError(
+                    f"expected plain text in the prompt, found the special token {token.content!r}; drop it"
+                )
         whole = manifest.prompt_prefix + text + manifest.prompt_suffix
         ids = np.array(self._tokenizer.encode(whole).ids, dtype=np.int64)
         if len(ids) > manifest.max_prompt:
-            raise InputError(
-                f"expected a prompt of at most {manifest.max_prompt} tokens, found {len(ids)}; shorten it"
-            )
+            raise InputError(f"expected a prompt of at most {manifest.max_prompt} tokens, found {len(ids)}; shorten it")
         unconditional = ids.copy()
         unconditional[manifest.kept_head : len(ids) - manifest.kept_tail] = manifest.pad_id
         return ids + manifest.image_vocabulary, unconditional + manifest.image_vocabulary

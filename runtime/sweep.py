@@ -20,6 +20,7 @@ RESULTS = "results.jsonl"
 SETUP = "sweep.json"
 TABLE = "table.md"
 PLOT = "pareto.png"
+FILES = (RESULTS, TABLE, PLOT)
 
 # One line per variant: a preset and, where given, other numbers; commas make one variant of each value.
 STANDARD = (
@@ -54,7 +55,9 @@ def expand(lines: Iterable[str], model: ImageModel) -> list[Variant]:
     variants: dict[str, Variant] = {}
     for line in lines:
         name, *pairs = line.split()
-        choices = [[f"{pair.partition('=')[0]}={value}" for value in pair.partition("=")[2].split(",")] for pair in pairs]
+        choices = [
+            [f"{pair.partition('=')[0]}={value}" for value in pair.partition("=")[2].split(",")] for pair in pairs
+        ]
         for combination in itertools.product(*choices):
             label = " ".join([name, *combination])
             variants[label] = Variant(label, model.preset(name, **parse_settings(list(combination))))

@@ -18,13 +18,12 @@ sys.path.insert(0, str(Path(__file__).parent))
 
 import torch
 import typer
-from rich import print as show
-
 from demo_training.codes import fit_codes, tokenise
+from demo_training.model import save_checkpoint
 from demo_training.pictures import Renderer, contact_sheet
 from demo_training.stages import load, save
-from demo_training.model import save_checkpoint
 from demo_training.training import assemble, train_decoder, train_encoder, train_language_model
+from rich import print as show
 
 PACKAGE = "emoji-datasource-google@16.0.0"
 

@@ -30,7 +30,7 @@ def write_tiny_janus(
     heads: int = 2,
     key_value_heads: int | None = None,
     seed: int = 0,
-    spread: float = 1.5,
+    spread: float = 0.7,
 ) -> Path:
     """Write a checkpoint whose logits have about this standard deviation and depend on all tokens before."""
     torch.manual_seed(seed)

@@ -1,6 +1,6 @@
-"""Janus and Janus-Pro: Llama body, codes through an aligner, a two-layer image head, VQ image decoder.
+r"""Janus and Janus-Pro: Llama body, codes through an aligner, a two-layer image head, VQ image decoder.
 
-Prompt `<|User|>: {text}\\n\\n<|Assistant|>:<begin_of_image>`; the unconditional row pads all but the first and last id
+Prompt `<|User|>: {text}\n\n<|Assistant|>:<begin_of_image>`; the unconditional row pads all but the first and last id
 (arXiv 2501.17811 and transformers' JanusForConditionalGeneration). No token is forced: the grid has no line ends.
 """
 
@@ -98,13 +98,17 @@ def _read_model(checkpoint: Path) -> Any:
 
     files = sorted(checkpoint.glob("*.safetensors"))
     if not files:
-        raise InputError(f"expected safetensors weights in {checkpoint}, found none; download or convert the checkpoint")
+        raise InputError(
+            f"expected safetensors weights in {checkpoint}, found none; download or convert the checkpoint"
+        )
     for file in files:
         try:
             with safe_open(file, "pt") as tensors:
                 tensors.keys()
         except (SafetensorError, OSError) as error:
-            raise InputError(f"expected a whole safetensors file at {file}, found: {error}; download it again") from None
+            raise InputError(
+                f"expected a whole safetensors file at {file}, found: {error}; download it again"
+            ) from None
     try:
         model, info = JanusForConditionalGeneration.from_pretrained(
             checkpoint,
@@ -142,10 +146,15 @@ def _prompt(checkpoint: Path, text_vocabulary: int) -> dict[str, Any]:
         tokenizer = Tokenizer.from_file(str(path))
     except Exception as error:  # tokenizers raises plain Exception
         raise InputError(f"expected a tokenizer in {path}, found: {error}; download it again") from None
-    pad = next((name for name in ("<｜▁pad▁｜>", "<pad>", "<|pad|>") if tokenizer.token_to_id(name) is not None), None)
+    pad = next(
+        (name for name in ("<｜▁pad▁｜>", "<pad>", "<|pad|>") if tokenizer.token_to_id(name) is not None),
+        None,
+    )
     for name, found in ((BEGIN_OF_IMAGE, tokenizer.token_to_id(BEGIN_OF_IMAGE)), ("a padding token", pad)):
         if found is None:
-            raise InputError(f"expected the special token {name} in {path}, found none; this tokenizer is of another model")
+            raise InputError(
+                f"expected the special token {name} in {path}, found none; this tokenizer is of another model"
+            )
     if tokenizer.get_vocab_size() > text_vocabulary:
         raise InputError(
             f"expected at most {text_vocabulary} ids in {path}, found {tokenizer.get_vocab_size()}; "

@@ -86,7 +86,7 @@ def configuration() -> JanusConfig:
 
 @torch.no_grad()
 def new_model(vectors: Tensor) -> JanusForConditionalGeneration:
-    """The model at its start: codebook and input embeddings from the k-means vectors, variance-preserving convolutions."""
+    """The model at its start: embeddings from the k-means vectors, variance-preserving convolutions."""
     torch.manual_seed(0)
     model = JanusForConditionalGeneration(configuration())
     inner = model.model

@@ -86,7 +86,11 @@ class MuonAdam:
 
     def state_dict(self) -> dict[str, Any]:
         """Everything needed to go on exactly."""
-        return {"adam": self._adam.state_dict(), "momentum": list(self._momentum.values()), "step": self.step_count}
+        return {
+            "adam": self._adam.state_dict(),
+            "momentum": list(self._momentum.values()),
+            "step": self.step_count,
+        }
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Go on from `state_dict()`."""

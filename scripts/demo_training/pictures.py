@@ -14,7 +14,11 @@ from torch.nn import functional
 
 SIZE = 64  # pixels
 OBJECT = 58  # pixels of the emoji inside
-GRAIN = (6.0, 2.0, 0.8)  # standard deviations (of 255) of coarse noise (9 x 9), fine noise (22 x 22) and pixel noise
+GRAIN = (
+    6.0,
+    2.0,
+    0.8,
+)  # standard deviations (of 255) of coarse noise (9 x 9), fine noise (22 x 22) and pixel noise
 GRADIENT = 14.0  # strongest linear gradient of the background
 
 # concept -> short name in emoji.json

@@ -17,7 +17,7 @@ from demo_training.optimiser import MuonAdam
 from demo_training.pictures import COLOUR_NAMES, NAMES, PAIRS, Renderer, pair
 from demo_training.stages import load, run_stage
 
-DECODER_STEPS, DECODER_BATCH = 2400, 8
+DECODER_STEPS, DECODER_BATCH = 1800, 8
 ENCODER_STEPS, ENCODER_BATCH = 300, 8
 LANGUAGE_STEPS, LANGUAGE_BATCH = 3600, 16
 SHORT_FORMS = 0.1  # share of batches whose captions do not name the colour
@@ -44,9 +44,7 @@ def train_decoder(renderer: Renderer, codes: dict[str, Tensor], work: Path) -> d
     muon = [p for name, p in named if p.dim() == 4 and "conv_out" not in name and not name.startswith("post")]
     chosen = {id(p) for p in muon}
     others = [p for _, p in named if id(p) not in chosen]
-    optimiser = MuonAdam(
-        muon, others, muon_rate=0.03, adam_rate=3e-3, steps=DECODER_STEPS, warm_up=20, decay=0.0
-    )
+    optimiser = MuonAdam(muon, others, muon_rate=0.03, adam_rate=3e-3, steps=DECODER_STEPS, warm_up=20, decay=0.0)
     generator = torch.Generator().manual_seed(11)
 
     def step() -> dict[str, float]:
@@ -84,7 +82,13 @@ def train_encoder(renderer: Renderer, codes: dict[str, Tensor], work: Path) -> d
     vectors = functional.normalize(trained["model"]["codes.embedding.weight"], dim=1)
     parts = torch.nn.ModuleDict({"encoder": vq.encoder, "quant": vq.quant_conv})
     optimiser = MuonAdam(
-        [], list(parts.parameters()), muon_rate=0.0, adam_rate=3e-3, steps=ENCODER_STEPS, warm_up=30, decay=0.0
+        [],
+        list(parts.parameters()),
+        muon_rate=0.0,
+        adam_rate=3e-3,
+        steps=ENCODER_STEPS,
+        warm_up=30,
+        decay=0.0,
     )
     generator = torch.Generator().manual_seed(21)
 
@@ -124,9 +128,7 @@ def train_language_model(renderer: Renderer, codes: dict[str, Tensor], work: Pat
     muon = [p for p in model.model.language_model.layers.parameters() if p.dim() == 2]
     chosen = {id(p) for p in muon}
     others = [p for p in parts.parameters() if id(p) not in chosen]
-    optimiser = MuonAdam(
-        muon, others, muon_rate=0.02, adam_rate=3e-3, steps=LANGUAGE_STEPS, warm_up=60, decay=0.1
-    )
+    optimiser = MuonAdam(muon, others, muon_rate=0.02, adam_rate=3e-3, steps=LANGUAGE_STEPS, warm_up=60, decay=0.1)
     generator = torch.Generator().manual_seed(5)
 
     def step() -> dict[str, float]:
@@ -191,7 +193,11 @@ def assemble(codes: dict[str, Tensor], work: Path) -> JanusForConditionalGenerat
     vq = model.model.vqmodel
     vq_parts = torch.nn.ModuleDict({"decoder": vq.decoder, "post": vq.post_quant_conv, "codes": vq.quantize})
     encoder_parts = torch.nn.ModuleDict({"encoder": vq.encoder, "quant": vq.quant_conv})
-    for name, parts in (("decoder", vq_parts), ("encoder", encoder_parts), ("language", language_parts(model))):
+    for name, parts in (
+        ("decoder", vq_parts),
+        ("encoder", encoder_parts),
+        ("language", language_parts(model)),
+    ):
         state = load(work / f"{name}.pt")
         if state is not None:
             parts.load_state_dict(state["model"])

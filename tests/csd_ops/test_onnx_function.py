@@ -194,7 +194,9 @@ def test_finished_image_stays_as_it_is() -> None:
 
 @pytest.mark.parametrize("vocabulary", [1000, 1024])
 def test_large_vocabulary(vocabulary: int) -> None:
-    compare(generate(1, Settings(top_k=50, **Csd().settings()), window=16, vocabulary=vocabulary, columns=16, tokens=64))
+    compare(
+        generate(1, Settings(top_k=50, **Csd().settings()), window=16, vocabulary=vocabulary, columns=16, tokens=64)
+    )
 
 
 def test_comparison_notices_a_wrong_backend() -> None:

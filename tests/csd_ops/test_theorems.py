@@ -59,7 +59,8 @@ def test_no_resampling_law_beats_the_residual() -> None:
 
 
 @pytest.mark.parametrize(
-    "rule", [Sjd(), Amplify(1.3), Amplify(4), Addition(0.1), Addition(0.4), Entropy(0.02), Csd(0.5, 0.65), Csd(2, 1)]
+    "rule",
+    [Sjd(), Amplify(1.3), Amplify(4), Addition(0.1), Addition(0.4), Entropy(0.02), Csd(0.5, 0.65), Csd(2, 1)],
 )
 def test_rejection_and_distortion_sum_to_the_total_variation(rule: Rule) -> None:
     """Theorem 3.2: P(reject) + TV(output, q) = TV(p, q), for every rule with b >= min(1, q/p)."""
@@ -84,7 +85,9 @@ def test_the_identity_fails_for_a_wrong_residual() -> None:
     assert rejected + reference.total_variation(wrong, q) > reference.total_variation(p, q) + 1e-3
 
 
-@pytest.mark.parametrize("rule", [Sjd(), Cool(0.5, 0.0), Cool(1.0, 0.7), Amplify(1), Addition(0), Entropy(0), Csd(0.5, 0)])
+@pytest.mark.parametrize(
+    "rule", [Sjd(), Cool(0.5, 0.0), Cool(1.0, 0.7), Amplify(1), Addition(0), Entropy(0), Csd(0.5, 0)]
+)
 def test_neutral_settings_reproduce_the_target_law(rule: Rule) -> None:
     generator = np.random.default_rng(2)
     for _ in range(100):
@@ -144,7 +147,12 @@ def test_measured_distortion_and_redrafts_match_simulation(rule: Rule, coupling:
 
 
 def test_parameters_out_of_range_are_refused() -> None:
-    for rule, value in ((Csd, {"delta": 1.2}), (Csd, {"lambda_": -1}), (Amplify, {"k": 0.5}), (Addition, {"epsilon": np.nan})):
+    for rule, value in (
+        (Csd, {"delta": 1.2}),
+        (Csd, {"lambda_": -1}),
+        (Amplify, {"k": 0.5}),
+        (Addition, {"epsilon": np.nan}),
+    ):
         with pytest.raises(InputError, match="expected"):
             rule(**value)
     assert set(RULES) == {"sjd", "jacobi", "amplify", "addition", "entropy", "csd", "cool", "gsd"}
