@@ -24,49 +24,79 @@ from csd_ops.contract import CONTROLS, DOMAIN, OPSET, RESULTS, STATE
 op = onnxscript.values.Opset("", OPSET)  # onnxscript 0.7 ships no module for opset 24
 csd = onnxscript.values.Opset(DOMAIN, 1)
 
+BLOCK = 128  # tokens per block of the two-level sampling
+NEVER = -1e30  # score of a token outside the truncation: finite, so that 0 * score is 0
+
 
 @functools.cache
 def functions() -> tuple[onnx.FunctionProto, ...]:
     """The functions of the `csd` domain, in the order of use."""
 
     @onnxscript.script(csd, default_opset=op)
-    def Sample(mass, uniform):
-        """Index at which the running sum of mass [..., V] first exceeds uniform [...] * total."""
+    def Sample(mass, uniform, otherwise):
+        """Index at which the running sum of mass [B, W, V] first exceeds uniform [B, W] * total; `otherwise` if empty.
+
+        In two levels, blocks of BLOCK tokens and then one block: CumSum over V is the slowest node there is.
+        """
         last = op.Constant(value_ints=[-1])
-        running = op.CumSum(mass, op.Constant(value_int=-1))
+        vocabulary = op.Shape(mass, start=-1)
+        missing = op.Mod(op.Neg(vocabulary), op.Constant(value_ints=[BLOCK]))
+        padded = op.Pad(mass, op.Concat(op.Constant(value_ints=[0]), missing, axis=0), 0.0, last)
+        shape = op.Concat(op.Shape(mass, end=2), last, op.Constant(value_ints=[BLOCK]), axis=0)
+        blocks = op.Reshape(padded, shape)  # [B, W, V / BLOCK, BLOCK]
+        sums = op.ReduceSum(blocks, last, keepdims=0)
+        running = op.CumSum(sums, op.Constant(value_int=-1))
         total = op.ReduceMax(running, last, keepdims=1)
-        below = op.Cast(running <= op.Unsqueeze(uniform, last) * total, to=TensorProto.INT32)
-        chosen = op.Cast(op.ReduceSum(below, last, keepdims=0), to=TensorProto.INT64)
-        return op.Min(chosen, op.Squeeze(op.Shape(mass, start=-1)) - 1)
+        threshold = op.Unsqueeze(uniform, last) * total  # [B, W, 1]
+        before = op.Cast(running <= threshold, to=TensorProto.INT64)
+        block = op.ReduceSum(before, last, keepdims=1)  # [B, W, 1]
+        block = op.Min(block, op.Shape(sums, start=-1) - 1)
+        behind = op.GatherElements(running - sums, block, axis=-1)
+        inside = op.GatherND(blocks, block, batch_dims=2)  # [B, W, BLOCK]
+        below = op.Cast(op.CumSum(inside, op.Constant(value_int=-1)) + behind <= threshold, to=TensorProto.INT64)
+        place = op.Squeeze(block, last) * BLOCK + op.ReduceSum(below, last, keepdims=0)
+        return op.Where(op.Squeeze(total, last) > 0.0, op.Min(place, vocabulary - 1), otherwise)
 
     @onnxscript.script(csd, default_opset=op)
     def Target(logits, guidance, settings):
-        """Guidance, temperature, top-k, top-p, softmax: [R, W, V] -> q [B, W, V]."""
+        """Guidance, temperature, top-k, top-p, softmax: [R, W, V] -> q [B, W, V] and H(q) [B, W] in nats."""
         temperature = op.Gather(settings, op.Constant(value_int=0))
         top_k = op.Gather(settings, op.Constant(value_int=1))
         top_p = op.Gather(settings, op.Constant(value_int=2))
         last = op.Constant(value_ints=[-1])
         shape = op.Concat(op.Shape(guidance), last, op.Shape(logits, start=1), axis=0)
-        weights = op.Reshape(guidance, op.Constant(value_ints=[-1, 1, 1, 1])) / temperature
-        scores = op.ReduceSum(op.Reshape(logits, shape) * weights, op.Constant(value_ints=[0]), keepdims=0)
-        vocabulary = op.Shape(logits, start=-1)
-        if top_k > 0.0:
-            wanted = op.Min(op.Reshape(op.Cast(top_k, to=TensorProto.INT64), last), vocabulary)
-            best, _best_ids = op.TopK(scores, wanted, axis=-1, sorted=0)
-            least_score = op.ReduceMin(best, last, keepdims=1)
-            z = op.Where(scores < least_score, op.Constant(value_float=float("-inf")), scores)
+        rows = op.Reshape(logits, shape)  # [G, B, W, V]
+        weights = guidance / temperature
+        conditional = op.Gather(weights, op.Constant(value_int=0))
+        unconditional = op.ReduceSum(weights, keepdims=0) - conditional  # 0 without guidance
+        scores = op.Gather(rows, op.Constant(value_int=0)) * conditional
+        scores = scores + op.Gather(rows, op.Constant(value_int=-1)) * unconditional
+        if op.Or(top_k > 0.0, top_p < 1.0):
+            vocabulary = op.Shape(logits, start=-1)
+            never = op.Constant(value_float=NEVER)
+            if top_k > 0.0:
+                # The k-th largest as the largest of the V - k + 1 smallest: selection, where TopK(k) would keep a heap
+                rest = op.Max(vocabulary - op.Reshape(op.Cast(top_k, to=TensorProto.INT64), last) + 1, 1)
+                worst, _worst_ids = op.TopK(scores, rest, axis=-1, largest=0, sorted=0)
+                kept = op.Where(scores < op.ReduceMax(worst, last, keepdims=1), never, scores)
+            else:
+                kept = op.Identity(scores)
+            if top_p < 1.0:
+                full = op.Softmax(kept, axis=-1)
+                ranked, _ranked_ids = op.TopK(full, vocabulary, axis=-1, sorted=1)
+                before = op.CumSum(ranked, op.Constant(value_int=-1), exclusive=1)
+                inside = op.Where(before < top_p, ranked, op.Constant(value_float=2.0))
+                least = op.ReduceMin(inside, last, keepdims=1)
+                z = op.Where(full < least, never, kept)
+            else:
+                z = op.Identity(kept)
         else:
             z = op.Identity(scores)
-        full = op.Softmax(z, axis=-1)
-        if top_p < 1.0:
-            ranked, _ranked_ids = op.TopK(full, vocabulary, axis=-1, sorted=1)
-            before = op.CumSum(ranked, op.Constant(value_int=-1), exclusive=1)
-            inside = op.Where(before < top_p, ranked, op.Constant(value_float=2.0))
-            least = op.ReduceMin(inside, last, keepdims=1)
-            q = op.Softmax(op.Where(full < least, op.Constant(value_float=float("-inf")), z), axis=-1)
-        else:
-            q = op.Identity(full)
-        return q
+        q = op.Softmax(z, axis=-1)
+        # H = log sum e^z - sum q z, with log sum e^z = z - log q at the best token
+        normaliser = op.ReduceMax(z, last, keepdims=0) - op.Log(op.ReduceMax(q, last, keepdims=0))
+        entropy = op.Relu(normaliser - op.ReduceSum(q * z, last, keepdims=0))
+        return q, entropy
 
     @onnxscript.script(csd, default_opset=op)
     def GroupKept(p, q, codes, settings):
@@ -113,7 +143,7 @@ def functions() -> tuple[onnx.FunctionProto, ...]:
         delta = op.Gather(settings, op.Constant(value_int=11))
         floor = op.Gather(settings, op.Constant(value_int=12))
 
-        target = csd.Target(logits, guidance, settings)  # [B, W, V]
+        target, entropy = csd.Target(logits, guidance, settings)  # [B, W, V], [B, W]
         real_bool = kind >= 2
         real = op.Cast(real_bool, to=TensorProto.FLOAT)  # [B, W]
         if floor > 0.0:
@@ -123,8 +153,6 @@ def functions() -> tuple[onnx.FunctionProto, ...]:
             q = op.Identity(target)
             p = op.Identity(draft_probs)
 
-        log_q = op.Log(op.Max(q, 1e-30))
-        entropy = op.Neg(op.ReduceSum(q * log_q, last, keepdims=0))  # [B, W], nats
         variation = op.ReduceSum(op.Abs(p - q), last, keepdims=0) * 0.5
         x = op.Where(real_bool, drafts, 0)
         x_index = op.Unsqueeze(x, last)
@@ -155,15 +183,12 @@ def functions() -> tuple[onnx.FunctionProto, ...]:
             chance = op.Min(scales * q_x / op.Max(p_x, 1e-38) + bonus, 1.0)
             rejected = op.ReduceSum(p - kept, last, keepdims=0)
             distortion = op.Relu(variation - rejected)  # Theorem 3.2
-        left = op.Where(op.ReduceMax(mass, last, keepdims=1) > 0.0, mass, q)
-        replacement = csd.Sample(left, u_sample)
+        replacement = csd.Sample(mass, u_sample, x)
 
         if coupling == 1.0:
             kept_draft = op.And(real_bool, u_accept * p_x < q_x)
             if op.And(form == 0.0, op.ReduceMin(scales, keepdims=0) < 1.0):
-                exact = op.Relu(q - p)  # below scale 1 the rule's residual is another
-                exact = op.Where(op.ReduceMax(exact, last, keepdims=1) > 0.0, exact, q)
-                other = csd.Sample(exact, u_sample)
+                other = csd.Sample(op.Relu(q - p), u_sample, x)  # below scale 1 the rule's residual is another
             else:
                 other = op.Identity(replacement)
             redraft = op.Where(kept_draft, x, other)
@@ -171,7 +196,7 @@ def functions() -> tuple[onnx.FunctionProto, ...]:
             if coupling == 2.0:
                 redraft = op.ArgMax(op.Log(op.Max(target, 1e-38)) + gumbel, axis=-1, keepdims=0)
             else:
-                redraft = csd.Sample(target, u_sample)
+                redraft = csd.Sample(target, u_sample, x)
 
         if form == 1.0:
             final = op.Identity(redraft)
@@ -270,7 +295,7 @@ def functions() -> tuple[onnx.FunctionProto, ...]:
         index = op.Where(drafted, columns + old, op.Where(fresh, source, empty))
         rows = op.GatherND(laws, op.Unsqueeze(index, op.Constant(value_ints=[2])), batch_dims=1)
         if scheme >= 4.0:
-            sampled = csd.Sample(rows, u)
+            sampled = csd.Sample(rows, u, anywhere)
             random = op.Where(source < known, sampled, anywhere)
         else:
             copy = op.Where(scheme == 2.0, op.Expand(known - 1, op.Shape(above)), above)

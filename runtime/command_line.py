@@ -82,6 +82,7 @@ def generate(
 ) -> None:
     """Draw pictures from prompts."""
     from runtime.model import ImageModel
+    from runtime.presets import parse_settings
 
     number = len(prompts) * count
     files = _numbered(output, number)
@@ -124,20 +125,6 @@ def closing_line(result: Generation) -> str:
         f"({result.tokens_per_pass:.2f} tokens per pass), {result.seconds:.2f} s, {exact}; "
         f"{result.preset.name}, window {result.preset.window}, {result.provider}, {result.threads} threads"
     )
-
-
-def parse_settings(settings: list[str]) -> dict[str, Any]:
-    """`name=value` pairs; a value that reads as a number is one."""
-    parsed: dict[str, Any] = {}
-    for text in settings:
-        name, equals, value = text.partition("=")
-        if not (name and equals and value):
-            raise InputError(f"expected name=value, found {text!r}; for example --set k=2")
-        try:
-            parsed[name] = int(value) if value.lstrip("-").isdigit() else float(value)
-        except ValueError:
-            parsed[name] = {"true": True, "false": False}.get(value.lower(), value)
-    return parsed
 
 
 def check_picture(path: Path) -> None:

@@ -89,6 +89,7 @@ class Generation:
             "forward_passes": self.forward_passes,
             "tokens_per_pass": round(self.tokens_per_pass, 3),
             "distortion_per_token": round(self.distortion, 6),
+            "distortion_per_picture": round(self.distortion * self.tokens / len(self.decoded), 4),
             "entropy": round(self.entropy, 4),
             "seconds": round(self.seconds, 4),
             "provider": self.provider,

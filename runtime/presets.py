@@ -110,6 +110,20 @@ def adjust(preset: Preset, **changes: Any) -> Preset:
     return preset
 
 
+def parse_settings(settings: list[str]) -> dict[str, Any]:
+    """`name=value` pairs; a value that reads as a number is one."""
+    parsed: dict[str, Any] = {}
+    for text in settings:
+        name, equals, value = text.partition("=")
+        if not (name and equals and value):
+            raise InputError(f"expected name=value, found {text!r}; for example --set k=2")
+        try:
+            parsed[name.replace("-", "_")] = int(value) if value.lstrip("-").isdigit() else float(value)
+        except ValueError:
+            parsed[name.replace("-", "_")] = {"true": True, "false": False}.get(value.lower(), value)
+    return parsed
+
+
 def _member(kind: type[Coupling] | type[Fresh], value: Any, name: str) -> Any:
     if isinstance(value, kind):
         return value

@@ -14,7 +14,7 @@ import numpy as np
 from csd_ops.errors import InputError, MachineError
 from runtime.bundle import MANIFEST, sha256, write_bytes, write_text
 from runtime.model import ImageModel
-from runtime.presets import Preset
+from runtime.presets import Preset, parse_settings
 
 RESULTS = "results.jsonl"
 SETUP = "sweep.json"
@@ -50,8 +50,6 @@ class Variant:
 
 def expand(lines: Iterable[str], model: ImageModel) -> list[Variant]:
     """Variant lines such as `csd delta=0.35,0.65 window=16` as presets, every combination once."""
-    from runtime.command_line import parse_settings
-
     variants: dict[str, Variant] = {}
     for line in lines:
         name, *pairs = line.split()

@@ -12,7 +12,7 @@ from scipy.stats import chi2
 
 from csd_ops import reference
 from csd_ops.contract import Coupling, Fresh, Settings
-from csd_ops.rules import Addition, Amplify, Cool, Csd, Entropy, Jacobi, Rule, Sjd
+from csd_ops.rules import Addition, Amplify, Cool, Csd, Entropy, Gsd, Jacobi, Rule, Sjd
 from runtime import ImageModel
 from runtime.decoder import Decoder, Request
 
@@ -100,6 +100,7 @@ LOSSLESS = [
     ("addition 0, entropy 0", Addition(0), Coupling.INDEPENDENT, Fresh.LAW_LEFT, {}, GUIDANCE, WINDOW),
     ("entropy 0", Entropy(0), Coupling.GUMBEL, Fresh.ONE_HOT, {}, GUIDANCE, 4),
     ("csd delta 0", Csd(0.5, 0), Coupling.MAXIMAL, Fresh.UNIFORM, {}, GUIDANCE, 4),
+    ("gsd of one", Gsd(1, 1.0), Coupling.INDEPENDENT, Fresh.UNIFORM, {}, GUIDANCE, WINDOW),
     ("cool below 1", Cool(0.8, 0.2), Coupling.MAXIMAL, Fresh.UNIFORM, {}, GUIDANCE, WINDOW),
     ("sjd top-k", Sjd(), Coupling.MAXIMAL, Fresh.LAW_ABOVE, {"top_k": 2}, GUIDANCE, WINDOW),
     ("sjd top-p", Sjd(), Coupling.INDEPENDENT, Fresh.UNIFORM, {"top_p": 0.9}, GUIDANCE, WINDOW),
