@@ -186,7 +186,8 @@ def writing_bundle(folder: str | os.PathLike[str]) -> Iterator[Path]:
         raise InputError(f"expected a bundle or an empty folder at {target}, found other files; name another output")
     try:
         target.parent.mkdir(parents=True, exist_ok=True)
-        temporary = Path(tempfile.mkdtemp(prefix=f".{target.name}.", dir=target.parent))
+        _recover(target)
+        temporary = Path(tempfile.mkdtemp(prefix=f".{target.name}.{os.getpid()}.", dir=target.parent))
     except OSError as error:
         raise MachineError(
             f"expected to write the bundle in {target.parent}, found: {error.strerror}; name another output"
@@ -202,6 +203,28 @@ def writing_bundle(folder: str | os.PathLike[str]) -> Iterator[Path]:
     except BaseException:
         shutil.rmtree(temporary, ignore_errors=True)
         raise
+
+
+def _recover(target: Path) -> None:
+    """Clear up what killed processes left beside `target`; a bundle caught between two renames is put back."""
+    for left in target.parent.glob(f".{target.name}.*"):
+        process = left.name.removeprefix(f".{target.name}.").partition(".")[0]
+        if not process.isdigit() or _alive(int(process)):
+            continue
+        if left.name.endswith(".previous") and not target.exists():
+            left.rename(target)
+        else:
+            shutil.rmtree(left, ignore_errors=True)
+
+
+def _alive(process: int) -> bool:
+    try:
+        os.kill(process, 0)
+    except ProcessLookupError:
+        return False
+    except OSError:
+        return True
+    return True
 
 
 def write_manifest(folder: Path, manifest: Manifest) -> None:

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import json
 import shutil
+import subprocess
+import sys
 from collections.abc import Callable
 from pathlib import Path
 
@@ -78,6 +80,24 @@ def test_writing_replaces_whole_or_not_at_all(bundle: Path, tmp_path: Path) -> N
         (folder / MANIFEST).write_text("{}")
     assert [path.name for path in bundle.iterdir()] == [MANIFEST]
     assert sorted(path.name for path in tmp_path.iterdir()) == ["bundle"], "nothing is left beside it"
+
+
+def test_a_killed_writer_leaves_the_previous_bundle(bundle: Path, tmp_path: Path) -> None:
+    code = (
+        "import os, sys; from runtime.bundle import writing_bundle\n"
+        "with writing_bundle(sys.argv[1]) as folder:\n"
+        "    (folder / 'half').write_text('x'); os.kill(os.getpid(), 9)"
+    )
+    before = (bundle / MANIFEST).read_bytes()
+    for place in (bundle, tmp_path / "new"):
+        assert subprocess.run([sys.executable, "-c", code, str(place)]).returncode == -9
+    assert (bundle / MANIFEST).read_bytes() == before and not (tmp_path / "new").exists()
+    dead = next(tmp_path.glob(".bundle.*")).name
+    bundle.rename(tmp_path / f"{dead}.previous")  # as if killed between the two renames
+    with pytest.raises(KeyboardInterrupt), writing_bundle(bundle):
+        raise KeyboardInterrupt
+    assert (bundle / MANIFEST).read_bytes() == before
+    assert not list(tmp_path.glob(".bundle*"))
 
 
 @pytest.mark.parametrize("kind", ["file", "other files", "unwritable"])
