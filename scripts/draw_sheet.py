@@ -37,8 +37,9 @@ def main(
     image.resize((image.width * scale, image.height * scale), Image.Resampling.LANCZOS).save(output)
     answers = "".join(f"{index + 1:2d} {text}\n" for index, text in enumerate(texts))
     output.with_suffix(".txt").write_text(answers, "utf-8")
-    print(f"{len(texts)} pictures, {made.forward_passes / len(texts):.1f} passes each, entropy {made.entropy:.2f} nats, "
-          f"distortion {made.distortion:.4f}; wrote {output}")  # fmt: skip
+    passes = made.forward_passes / len(texts)
+    print(f"{len(texts)} pictures, {passes:.1f} passes each, entropy {made.entropy:.2f} nats")
+    print(f"distortion {made.distortion:.4f} per token; wrote {output}")
 
 
 if __name__ == "__main__":
