@@ -60,7 +60,7 @@ def train_decoder(renderer: Renderer, codes: dict[str, Tensor], work: Path) -> d
         down = (error[:, :, 1:] - error[:, :, :-1]).abs() * weight[:, :, 1:]
         loss = (error.abs() * weight).mean() + 0.5 * (error.square() * weight).mean()
         (loss + 0.4 * (across.mean() + down.mean())).backward()
-        return {"loss": float(loss), "dB": signal_to_noise(float(error.detach().square().mean()))}
+        return {"loss": float(loss.detach()), "dB": signal_to_noise(float(error.detach().square().mean()))}
 
     @torch.no_grad()
     def check() -> dict[str, Any]:
@@ -103,7 +103,7 @@ def train_encoder(renderer: Renderer, codes: dict[str, Tensor], work: Path) -> d
         loss = functional.cross_entropy(sharpness * unit @ vectors.T, tokens)
         (loss + 5 * (unit - vectors[tokens]).square().sum(1).mean()).backward()
         agreement = ((unit.detach() @ vectors.T).argmax(1) == tokens).float().mean()
-        return {"loss": float(loss), "agreement": float(agreement)}
+        return {"loss": float(loss.detach()), "agreement": float(agreement)}
 
     return run_stage("encoder", work / "encoder.pt", ENCODER_STEPS, parts, optimiser, generator, step)
 
@@ -146,7 +146,7 @@ def train_language_model(renderer: Renderer, codes: dict[str, Tensor], work: Pat
         losses = functional.cross_entropy(scores.float().flatten(0, 1), image.flatten(), reduction="none")
         loss = (losses * weight.flatten()).sum() / weight.sum()
         loss.backward()
-        return {"loss": float(loss), "nats": float(losses.detach().mean())}
+        return {"loss": float(loss.detach()), "nats": float(losses.detach().mean())}
 
     return run_stage(
         "language model",
