@@ -14,7 +14,7 @@ from demo_training import stages
 from demo_training.optimiser import MuonAdam, orthogonalise
 
 
-class Killed(Exception):
+class KilledError(Exception):
     """Stands for the kill."""
 
 
@@ -28,7 +28,7 @@ def train(path: Path, stop_after: int | None = None) -> torch.Tensor:
     def step() -> dict[str, float]:
         nonlocal made
         if made == stop_after:
-            raise Killed
+            raise KilledError
         made += 1
         loss = layer(torch.randn(4, 6, generator=generator)).square().mean()
         loss.backward()
@@ -42,7 +42,7 @@ def test_a_killed_stage_goes_on_exactly(tmp_path: Path, monkeypatch: pytest.Monk
     monkeypatch.setattr(stages, "SAVE_SECONDS", 0.0)
     whole = train(tmp_path / "whole.pt")
     for stop in (3, 2):  # killed twice
-        with pytest.raises(Killed):
+        with pytest.raises(KilledError):
             train(tmp_path / "killed.pt", stop)
     assert torch.equal(train(tmp_path / "killed.pt"), whole)
     assert torch.equal(train(tmp_path / "killed.pt"), whole), "a finished stage is not trained again"
