@@ -239,18 +239,18 @@ def list_presets(bundle: BundleOption = None) -> None:
 
     family = open_bundle(bundle or DEMO, verify=False).manifest.family
     table = Table(title=f"presets for {family}", title_justify="left")
-    for column in ("preset", "rule", "window", "coupling", "fresh drafts", "law", "what it is"):
-        table.add_column(column)
+    for column in ("preset", "rule", "window", "coupling", "fresh drafts", "law"):
+        table.add_column(column, no_wrap=column != "rule")
     for preset in presets(family).values():
         numbers = ", ".join(f"{name.rstrip('_')} {value:g}" for name, value in asdict(preset.rule).items())
+        exact = " as published" if preset.paper_exact else ""
         table.add_row(
             preset.name,
-            f"{preset.rule.name} {numbers}".strip(),
+            f"{preset.rule.name} {numbers}".strip() + exact,
             str(preset.window),
             preset.coupling.name.lower(),
             preset.fresh.name.lower().replace("_", "-"),
             "exact" if preset.lossless else "relaxed",
-            preset.note,
         )
     Console(highlight=False).print(table)
 
