@@ -116,7 +116,6 @@ def patched(language_model: nn.Module) -> Iterator[None]:
     goes when transformers' own exporter emits TensorScatter, Attention-24 and RotaryEmbedding for Llama bodies
     (not in 5.24).
     """
-    from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS
     from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
     def attention(
@@ -132,8 +131,6 @@ def patched(language_model: nn.Module) -> Iterator[None]:
     def norm(self: Any, x: Tensor) -> Tensor:
         return functional.rms_norm(x, (x.shape[-1],), self.weight, self.variance_epsilon)
 
-    ALL_ATTENTION_FUNCTIONS.register(ATTENTION, attention)
-    ALL_MASK_ATTENTION_FUNCTIONS.register(ATTENTION, lambda *args, **kwargs: None)
     module: Any = sys.modules[type(language_model).__module__]
     config: Any = language_model.config
     norms = {type(part) for part in language_model.modules() if type(part).__name__.endswith("RMSNorm")}
@@ -142,12 +139,15 @@ def patched(language_model: nn.Module) -> Iterator[None]:
         config._attn_implementation,
         {kind: kind.forward for kind in norms},
     )
-    module.apply_rotary_pos_emb, config._attn_implementation = rotate, ATTENTION
-    for kind in norms:
-        kind.forward = norm  # type: ignore[method-assign, unused-ignore]
     try:
+        # Item assignment can be taken back, `register` cannot. A 4-D mask needs no mask function: it is passed through.
+        ALL_ATTENTION_FUNCTIONS[ATTENTION] = attention
+        module.apply_rotary_pos_emb, config._attn_implementation = rotate, ATTENTION
+        for kind in norms:
+            kind.forward = norm  # type: ignore[method-assign, unused-ignore]
         yield
     finally:
+        del ALL_ATTENTION_FUNCTIONS[ATTENTION]
         module.apply_rotary_pos_emb, config._attn_implementation = before[0], before[1]
         for kind, forward in before[2].items():
             kind.forward = forward  # type: ignore[method-assign, unused-ignore]
@@ -225,3 +225,5 @@ def save_graph(model: onnx.ModelProto, path: Path) -> None:
         location=path.name + ".data",
         size_threshold=1024,
     )
+    for written in (path, path.with_name(path.name + ".data")):
+        written.chmod(0o644)  # onnx writes external data for its owner alone

@@ -262,12 +262,8 @@ def export_command(
     precision: Annotated[str, typer.Option(help="fp32 or fp16.")] = "fp32",
 ) -> None:
     """Export a checkpoint to a bundle and compare it with PyTorch."""
-    try:
-        from export.command import run
-    except ImportError as error:
-        raise MachineError(
-            f"expected the packages of the export extra, found none of {error.name}; install `csd-toolkit[export]`"
-        ) from None
+    from export.command import run
+
     run(checkpoint, output, precision, console)
 
 

@@ -51,12 +51,12 @@ def write_tiny_janus(
             hidden_size=8,
             num_hidden_layers=1,
             num_attention_heads=1,
-            image_size=16,
+            image_size=8 * side,  # transformers takes the token grid from here: image size / patch size
             patch_size=8,
             mlp_ratio=1.0,
             projection_dim=width,
             depth=1,
-            num_image_tokens=4,
+            num_image_tokens=side * side,
         ).to_dict(),
         vq_config=JanusVQVAEConfig(
             base_channels=32,

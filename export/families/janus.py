@@ -6,7 +6,7 @@ Prompt `<|User|>: {text}\n\n<|Assistant|>:<begin_of_image>`; the unconditional r
 
 from __future__ import annotations
 
-import math
+import json
 from pathlib import Path
 from typing import Any
 
@@ -30,6 +30,7 @@ class Janus:
 
     def load(self, checkpoint: Path) -> Loaded:
         """Read a Janus checkpoint in transformers' layout (safetensors only), in float32."""
+        _check_settings(checkpoint)
         model = _read_model(checkpoint)
         inner = model.model
         config, vq = model.config.text_config, model.config.vq_config
@@ -38,7 +39,9 @@ class Janus:
             images = model.prepare_embeddings_for_image_generation(codes[None])[0]
             embedding = torch.cat([images, inner.language_model.embed_tokens.weight]).detach()
             vectors = functional.normalize(inner.vqmodel.quantize.embedding.weight, dim=-1)
-        side = math.isqrt(vq.num_patches * vq.num_patches)
+        side = vq.num_patches
+        tokens = model.config.vision_config.num_image_tokens
+        _check_grid(checkpoint, side * side, tokens, config.max_position_embeddings)
         scale = 2 ** (len(vq.channel_multiplier) - 1)
         manifest = Manifest(
             family=self.name,
@@ -57,7 +60,7 @@ class Janus:
             max_window=min(MAX_WINDOW, side * side),
             max_prompt=min(512, config.max_position_embeddings - side * side),
             recommended=_recommended(model),
-            **_prompt(checkpoint, inner.language_model.embed_tokens.num_embeddings),
+            **_prompt(checkpoint, inner.language_model.embed_tokens.num_embeddings, model.generation_config),
         )
         return Loaded(
             model=model,
@@ -91,8 +94,33 @@ class ImageDecoder(nn.Module):
         return levels.permute(0, 2, 3, 1).to(torch.uint8)
 
 
+def _check_settings(checkpoint: Path) -> None:
+    """Refuse a torn generation_config.json: transformers would take its defaults without a word."""
+    path = checkpoint / "generation_config.json"
+    try:
+        if path.is_file():
+            json.loads(path.read_text("utf-8"))
+    except (ValueError, UnicodeDecodeError) as error:
+        raise InputError(f"expected JSON in {path}, found: {error}; download the checkpoint again") from None
+
+
+def _check_grid(checkpoint: Path, grid: int, tokens: int, context: int) -> None:
+    path = checkpoint / "config.json"
+    if grid != tokens:
+        raise InputError(
+            f"expected num_image_tokens of {grid} (image_size / patch_size, squared) in {path}, found {tokens}; "
+            "download the checkpoint again"
+        )
+    if context <= grid + 2:
+        raise InputError(
+            f"expected max_position_embeddings over {grid + 2} in {path} (a picture and a prompt), found {context}; "
+            "download the checkpoint again"
+        )
+
+
 def _read_model(checkpoint: Path) -> Any:
     """The stock class from local safetensors; every missing, unexpected or mis-shaped tensor is an error."""
+    from huggingface_hub.errors import StrictDataclassError
     from safetensors import SafetensorError, safe_open
     from transformers import JanusForConditionalGeneration
 
@@ -115,14 +143,15 @@ def _read_model(checkpoint: Path) -> Any:
             dtype=torch.float32,
             local_files_only=True,
             use_safetensors=True,
+            ignore_mismatched_sizes=True,  # refused below, by name
             output_loading_info=True,
         )
-    except (ValueError, OSError, RuntimeError, TypeError, KeyError) as error:
-        first = str(error).strip().splitlines()[0]
+    except (ValueError, OSError, RuntimeError, TypeError, KeyError, StrictDataclassError) as error:
+        first = " ".join(str(error).split())
         raise InputError(f"expected a Janus checkpoint in {checkpoint}, found: {first}; download it again") from None
     for kind in ("missing_keys", "unexpected_keys", "mismatched_keys"):
         if info.get(kind):
-            name = sorted(str(key) for key in info[kind])[0]
+            name = min(key if isinstance(key, str) else f"{key[0]} {list(key[1])}" for key in info[kind])
             raise InputError(
                 f"expected the tensors of config.json in {checkpoint}, found {kind.replace('_keys', '')} {name} "
                 f"(and {len(info[kind]) - 1} more); download the checkpoint again"
@@ -135,7 +164,7 @@ def _recommended(model: Any) -> dict[str, Any]:
     return {"preset": "csd", "guidance": float(guidance or 5.0), "temperature": 1.0, "top_k": 0, "top_p": 1.0}
 
 
-def _prompt(checkpoint: Path, text_vocabulary: int) -> dict[str, Any]:
+def _prompt(checkpoint: Path, text_vocabulary: int, settings: Any) -> dict[str, Any]:
     """The prompt template and guidance pair, from the checkpoint's tokenizer."""
     from tokenizers import Tokenizer
 
@@ -163,6 +192,18 @@ def _prompt(checkpoint: Path, text_vocabulary: int) -> dict[str, Any]:
     chat = tokenizer.token_to_id(USER) is not None
     prefix, suffix = (f"{USER}: ", f"\n\n<|Assistant|>:{BEGIN_OF_IMAGE}") if chat else ("", BEGIN_OF_IMAGE)
     assert pad is not None
+    ids = tokenizer.encode(f"{prefix}a{suffix}").ids
+    expected = {
+        "bos_token_id": (settings.bos_token_id, ids[0]),
+        "boi_token_id": ((getattr(settings, "generation_kwargs", None) or {}).get("boi_token_id"), ids[-1]),
+        "pad_token_id": (settings.pad_token_id, tokenizer.token_to_id(pad)),
+    }
+    for name, (wanted, found) in expected.items():
+        if wanted is not None and wanted != found:  # the unconditional row keeps first and last id and pads the others
+            raise InputError(
+                f"expected {name} {wanted} of generation_config.json from {path}, found {found}; "
+                "download the tokenizer again"
+            )
     return {
         "prompt_prefix": prefix,
         "prompt_suffix": suffix,
