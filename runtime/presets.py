@@ -73,7 +73,7 @@ def presets(family: str = "janus") -> dict[str, Preset]:
         Preset("cool", Cool(1.3, 0.7), 16),
         Preset("gsd", Gsd(int(published["size"]), 0.15), 16),
         Preset("csd-paper", Csd(0.5, delta), 16, paper_exact=True),
-        Preset("csd", Csd(0.5, 0.35), 32, Coupling.MAXIMAL, Fresh.LAW_ABOVE),
+        Preset("csd", Csd(0.5, 0.65), 40, Coupling.MAXIMAL, Fresh.LAW_ABOVE),
     ]
     return {preset.name: preset for preset in listed}
 
