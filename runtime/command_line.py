@@ -81,6 +81,7 @@ def generate(
     ] = None,
     json_: Annotated[bool, typer.Option("--json", help="Print the closing figures as one JSON object.")] = False,
     threads: Annotated[int | None, typer.Option(help="Threads; without it all cores.", min=1)] = None,
+    spin: Annotated[bool, typer.Option("--spin", help="Wait busily between operators: for cores of your own.")] = False,
 ) -> None:
     """Draw pictures from prompts."""
     from runtime.model import ImageModel
@@ -91,7 +92,7 @@ def generate(
     maps = _numbered(map_, number) if map_ else []
     for path in (*files, *maps):
         check_picture(path)
-    model = ImageModel.open(bundle, threads=threads)
+    model = ImageModel.open(bundle, threads=threads, spinning=spin)
     with progress_bar("drawing", quiet=json_) as on_progress:
         result = model.generate(
             prompts,

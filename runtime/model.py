@@ -107,21 +107,32 @@ class ImageModel:
 
     bundle: Bundle
     threads: int | None = None
+    spinning: bool = False
     _encoder: PromptEncoder = field(init=False)
     _step: Engine = field(init=False)
     _image_decoder: Engine = field(init=False)
 
     @classmethod
     def open(
-        cls, folder: str | os.PathLike[str] | None = None, *, threads: int | None = None, verify: bool = True
+        cls,
+        folder: str | os.PathLike[str] | None = None,
+        *,
+        threads: int | None = None,
+        spinning: bool = False,
+        verify: bool = True,
     ) -> ImageModel:
-        """Open a bundle (None: the demo model shipped with the package). InputError when it is not whole."""
-        return cls(open_bundle(DEMO if folder is None else folder, verify=verify), threads)
+        """Open a bundle (None: the demo model shipped with the package). InputError when it is not whole.
+
+        `threads` None takes all cores; `spinning` threads wait busily between operators: faster where nothing else
+        wants the cores. `verify` off skips the checksums.
+        """
+        return cls(open_bundle(DEMO if folder is None else folder, verify=verify), threads, spinning)
 
     def __post_init__(self) -> None:
         self._encoder = PromptEncoder(self.bundle)
-        self._step = OnnxRuntimeEngine(self.bundle.path(STEP), threads=self.threads)
-        self._image_decoder = OnnxRuntimeEngine(self.bundle.path(IMAGE_DECODER), threads=self.threads)
+        options: Any = {"threads": self.threads, "spinning": self.spinning}
+        self._step = OnnxRuntimeEngine(self.bundle.path(STEP), **options)
+        self._image_decoder = OnnxRuntimeEngine(self.bundle.path(IMAGE_DECODER), **options)
 
     def preset(self, name: str | None = None, **changes: Any) -> Preset:
         """The preset of that name (None: the one this bundle recommends) with other numbers where given."""

@@ -1,8 +1,9 @@
 #!/usr/bin/env python
 """Seconds per picture: transformers eager `generate` and our presets, interleaved in one run.
 
-Same prompts, guidance and timing boundary (prompt in, pixels out) and the same number of threads; warm-up apart.
-Absolute times depend on the machine: compare the ratios.
+Same prompts, guidance and timing boundary (prompt in, pixels out), the same threads and the same waiting on both sides
+(OMP_WAIT_POLICY=ACTIVE in the environment: both spin; otherwise neither does); warm-up apart. Absolute times depend on
+the machine: compare the ratios.
 """
 
 from __future__ import annotations
@@ -71,14 +72,17 @@ def main(
     checkpoint: Annotated[Path, typer.Option(help="The checkpoint it was exported from.")] = ROOT / "export" / "demo",
     prompts: Annotated[Path, typer.Option(help="Prompt file.")] = ROOT / "scripts" / "prompts_report.txt",
     count: Annotated[int, typer.Option(help="Pictures per contestant.")] = 12,
-    presets: Annotated[str, typer.Option(help="Presets, comma-separated.")] = "ar,sjd,csd",
+    presets: Annotated[str, typer.Option(help="Presets, comma-separated; `csd:16` is csd with a window of 16.")] = (
+        "ar,sjd,sjd-maximal,csd:16,csd"
+    ),
     threads: Annotated[int, typer.Option(help="Threads on both sides.")] = 2,
     output: Annotated[Path | None, typer.Option(help="Also write every trial as JSON.")] = None,
 ) -> None:
     """Measure and print a Markdown table."""
     torch.set_num_threads(threads)
     texts = read_prompts(prompts)
-    model, eager = ImageModel.open(bundle, threads=threads), Eager(checkpoint)
+    spinning = os.environ["OMP_WAIT_POLICY"].upper() == "ACTIVE"
+    model, eager = ImageModel.open(bundle, threads=threads, spinning=spinning), Eager(checkpoint)
     guidance = float(model.bundle.manifest.recommended["guidance"])
     names = ["eager", *presets.split(",")]
     trials: dict[str, list[dict[str, Any]]] = {name: [] for name in names}
@@ -90,11 +94,14 @@ def main(
                 eager.draw(prompt, guidance, number + 1)
                 passes = model.bundle.manifest.image_tokens
             else:
-                passes = model.generate(prompt, preset=name, seed=number + 1).forward_passes
+                preset, _, window = name.partition(":")
+                chosen = model.preset(preset, window=int(window) if window else None)
+                passes = model.generate(prompt, preset=chosen, seed=number + 1).forward_passes
             if number >= 0:  # the first round is warm-up
                 trials[name].append({"seconds": time.perf_counter() - began, "forward_passes": passes})
     print(table(trials))
-    print(f"guidance {guidance:g}, {count} pictures each, {threads} threads, medians; spread is the quartiles.")
+    waiting = "spinning" if spinning else "passive"
+    print(f"guidance {guidance:g}, {count} pictures each, {threads} threads, {waiting} waiting on both sides, medians")
     print(f"peak memory of drawing with the default preset: {peak_memory(texts[0]):.0f} MB; "
           f"this process with PyTorch: {resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024:.0f} MB")  # fmt: skip
     if output:

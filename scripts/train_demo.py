@@ -20,7 +20,7 @@ import torch
 import typer
 from demo_training.codes import fit_codes, tokenise
 from demo_training.model import save_checkpoint
-from demo_training.pictures import Renderer, contact_sheet
+from demo_training.pictures import FINAL_GRAIN, Renderer, contact_sheet
 from demo_training.stages import load, save
 from demo_training.training import assemble, train_decoder, train_encoder, train_language_model
 from rich import print as show
@@ -36,6 +36,7 @@ class Stage(StrEnum):
     DECODER = "decoder"
     ENCODER = "encoder"
     LANGUAGE = "language"
+    GRAIN = "grain"
     SAVE = "save"
 
 
@@ -50,7 +51,8 @@ def main(
     """Train what is not trained yet and write the checkpoint."""
     torch.set_num_threads(threads)
     work.mkdir(parents=True, exist_ok=True)
-    renderer = Renderer(emoji or fetch(work))
+    package = emoji or fetch(work)
+    renderer = Renderer(package)
     codes = load(work / "codes.pt")
     if codes is None:
         show("codes: k-means over patches, a few seconds")
@@ -62,9 +64,11 @@ def main(
     if stage in (Stage.ALL, Stage.ENCODER):
         show("encoder", train_encoder(renderer, codes, work))
     if stage in (Stage.ALL, Stage.LANGUAGE):
-        notes = train_language_model(renderer, codes, work)
+        show("language model", train_language_model(renderer, codes, work))
+    if stage in (Stage.ALL, Stage.GRAIN):
+        notes = train_language_model(Renderer(package, FINAL_GRAIN), codes, work, final=True)
         (work / "validation.json").write_text(json.dumps(notes, indent=1), "utf-8")
-        show("language model", notes)
+        show("final grain", notes)
     if stage in (Stage.ALL, Stage.SAVE):
         save_checkpoint(assemble(codes, work), output, guidance)
         show(f"wrote {output}")

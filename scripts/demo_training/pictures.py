@@ -14,11 +14,9 @@ from torch.nn import functional
 
 SIZE = 64  # pixels
 OBJECT = 58  # pixels of the emoji inside
-GRAIN = (
-    6.0,
-    2.0,
-    0.8,
-)  # standard deviations (of 255) of coarse noise (9 x 9), fine noise (22 x 22) and pixel noise
+# Standard deviations (of 255) of coarse noise (9 x 9 cells), fine noise (22 x 22 cells) and pixel noise
+GRAIN = (6.0, 2.0, 0.8)
+FINAL_GRAIN = (6.0, 3.0, 1.5)  # of the last language model stage: the codes stay, a background token carries more
 GRADIENT = 14.0  # strongest linear gradient of the background
 
 # concept -> short name in emoji.json
@@ -59,7 +57,8 @@ class Pictures:
 class Renderer:
     """Composes emoji over grainy backgrounds."""
 
-    def __init__(self, package: Path) -> None:
+    def __init__(self, package: Path, grain: tuple[float, float, float] = GRAIN) -> None:
+        self._grain = grain
         entries = {entry["short_name"]: entry for entry in json.loads((package / "emoji.json").read_text("utf-8"))}
         emoji = []
         for short_name in CONCEPTS.values():
@@ -86,8 +85,7 @@ class Renderer:
         pixels = background * (1 - coverage) + canvas[:, :3] * coverage
         return Pictures(pixels.clamp(0, 255) / 127.5 - 1, coverage)
 
-    @staticmethod
-    def _texture(count: int, generator: torch.Generator) -> Tensor:
+    def _texture(self, count: int, generator: torch.Generator) -> Tensor:
         """Gradient and grain [B, 1, 64, 64]: correlated over two patches, so that a token depends on its neighbours."""
 
         def noise(cells: int) -> Tensor:
@@ -98,7 +96,7 @@ class Renderer:
         angle = torch.rand(count, 1, 1, 1, generator=generator) * 2 * torch.pi
         strength = torch.rand(count, 1, 1, 1, generator=generator) * GRADIENT
         gradient = (angle.cos() * line[:, None] + angle.sin() * line[None]) * strength
-        coarse, fine, pixel = GRAIN
+        coarse, fine, pixel = self._grain
         pixels = torch.randn(count, 1, SIZE, SIZE, generator=generator)
         return gradient + noise(9) * coarse + noise(22) * fine + pixels * pixel
 

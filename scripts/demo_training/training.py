@@ -20,6 +20,7 @@ from demo_training.stages import load, run_stage
 DECODER_STEPS, DECODER_BATCH = 1800, 8
 ENCODER_STEPS, ENCODER_BATCH = 300, 8
 LANGUAGE_STEPS, LANGUAGE_BATCH = 3600, 16
+GRAIN_STEPS = 500  # of the last stage: the same training over stronger grain, at a third of the rates
 SHORT_FORMS = 0.1  # share of batches whose captions do not name the colour
 DROPPED = 0.1  # share of captions replaced by padding, for guidance
 OBJECT_WEIGHT = 2.0  # loss weight of what the object covers
@@ -121,15 +122,25 @@ def language_parts(model: JanusForConditionalGeneration) -> torch.nn.ModuleDict:
     )
 
 
-def train_language_model(renderer: Renderer, codes: dict[str, Tensor], work: Path) -> dict[str, Any]:
-    """Next code given caption and codes before, cross-entropy with object tokens counting twice."""
+def train_language_model(
+    renderer: Renderer, codes: dict[str, Tensor], work: Path, *, final: bool = False
+) -> dict[str, Any]:
+    """Next code given caption and codes before, cross-entropy with object tokens counting twice.
+
+    The `final` stage goes on from the first one over the renderer's stronger grain.
+    """
     model = new_model(codes["vectors"])
     parts = language_parts(model)
+    steps, rate = (GRAIN_STEPS, 0.3) if final else (LANGUAGE_STEPS, 1.0)
+    if final:
+        first = load(work / "language.pt")
+        assert first is not None, "the language model comes first"
+        parts.load_state_dict(first["model"])
     muon = [p for p in model.model.language_model.layers.parameters() if p.dim() == 2]
     chosen = {id(p) for p in muon}
     others = [p for p in parts.parameters() if id(p) not in chosen]
-    optimiser = MuonAdam(muon, others, muon_rate=0.02, adam_rate=3e-3, steps=LANGUAGE_STEPS, warm_up=60, decay=0.1)
-    generator = torch.Generator().manual_seed(5)
+    optimiser = MuonAdam(muon, others, muon_rate=0.02 * rate, adam_rate=3e-3 * rate, steps=steps, warm_up=60, decay=0.1)
+    generator = torch.Generator().manual_seed(6 if final else 5)
 
     def step() -> dict[str, float]:
         with torch.no_grad():
@@ -149,9 +160,9 @@ def train_language_model(renderer: Renderer, codes: dict[str, Tensor], work: Pat
         return {"loss": float(loss.detach()), "nats": float(losses.detach().mean())}
 
     return run_stage(
-        "language model",
-        work / "language.pt",
-        LANGUAGE_STEPS,
+        "final grain" if final else "language model",
+        work / ("grain.pt" if final else "language.pt"),
+        steps,
         parts,
         optimiser,
         generator,
@@ -193,10 +204,12 @@ def assemble(codes: dict[str, Tensor], work: Path) -> JanusForConditionalGenerat
     vq = model.model.vqmodel
     vq_parts = torch.nn.ModuleDict({"decoder": vq.decoder, "post": vq.post_quant_conv, "codes": vq.quantize})
     encoder_parts = torch.nn.ModuleDict({"encoder": vq.encoder, "quant": vq.quant_conv})
+    language = language_parts(model)
     for name, parts in (
         ("decoder", vq_parts),
         ("encoder", encoder_parts),
-        ("language", language_parts(model)),
+        ("language", language),
+        ("grain", language),
     ):
         state = load(work / f"{name}.pt")
         if state is not None:

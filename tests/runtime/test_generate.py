@@ -121,7 +121,8 @@ def test_excess_surprise_tells_exact_from_relaxed(demo: ImageModel) -> None:
 
 def test_passes_fall_with_delta(demo: ImageModel) -> None:
     passes = [
-        demo.generate(PROMPTS[:6], preset="csd", delta=delta, batch=6).forward_passes for delta in (0.0, 0.3, 0.6, 1.0)
+        demo.generate(PROMPTS, preset="csd-paper", delta=delta, batch=5).forward_passes
+        for delta in (0.0, 0.35, 0.65, 1.0)
     ]
     assert all(more > less for more, less in itertools.pairwise(passes)), passes
 
