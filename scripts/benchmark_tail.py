@@ -3,11 +3,12 @@
 
 from __future__ import annotations
 
+import functools
 import os
 import time
 from collections.abc import Callable
 from dataclasses import replace
-from typing import Annotated
+from typing import Annotated, Any
 
 os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
 
@@ -21,6 +22,17 @@ from csd_ops.contract import Coupling, Fresh, Settings
 from csd_ops.onnx_function import tail_model
 from csd_ops.rules import Csd
 from tests.csd_ops.cases import Case, generate
+
+
+@functools.cache
+def _laws(library: Any, columns: int, vocabulary: int) -> tuple[Any, Any, Any]:
+    history = library.full((columns, vocabulary), 1 / vocabulary, dtype=library.float32)
+    return history, history[:1] * 1, history[:1] * 0
+
+
+def case_laws(library: Any, case: Case) -> tuple[Any, Any, Any]:
+    """History, uniform and empty law rows as arrays of the library."""
+    return _laws(library, case.state.history_ids.shape[1], case.logits.shape[-1])
 
 
 def numpy_verify(case: Case) -> Callable[[], object]:
@@ -44,9 +56,24 @@ def numpy_verify(case: Case) -> Callable[[], object]:
         replacement = (running <= case.uniforms[..., 1:2] * running[..., -1:]).sum(-1)
         p_x, q_x = (np.take_along_axis(law, x, -1)[..., 0] for law in (p, q))
         accept = case.uniforms[..., 0] < np.minimum(1, q_x / np.maximum(p_x, 1e-38) + bonus)
-        return q, accept, replacement, variation - (p - kept).sum(-1)
+        redraft = np.where(case.uniforms[..., 0] * p_x < q_x, x[..., 0], replacement)
+        window = advance(np, case, q, (accept & (kind > 0))[0], replacement[0], redraft[0])
+        return window, variation - (p - kept).sum(-1)
 
     return run
+
+
+def advance(library: Any, case: Case, q: Any, accept: Any, replacement: Any, redraft: Any) -> tuple[Any, ...]:
+    """Window logic of one picture: first rejection, commit, and the rows of laws for the next pass."""
+    window = case.logits.shape[1]
+    columns, state = case.state.history_ids.shape[1], case.state
+    leading = next((slot for slot in range(window - 1) if not accept[slot]), window - 1)
+    tokens = [*state.ids[0, 1 : leading + 1].tolist(), int(replacement[leading]), *redraft[leading + 1 :].tolist()]
+    count = leading + 1
+    history, flat, empty = case_laws(library, case)
+    laws = library.concatenate([history, q[0], flat, empty])
+    rows = [columns + count + slot if count + slot < window else columns + window for slot in range(window)]
+    return tokens, count, laws[rows], laws[count : count + columns] * 1  # a copy: the next pass reads it
 
 
 def torch_verify(case: Case) -> Callable[[], object]:
@@ -71,7 +98,9 @@ def torch_verify(case: Case) -> Callable[[], object]:
         replacement = torch.searchsorted(running, uniforms[..., 1:2] * running[..., -1:], right=True)
         p_x, q_x = p.gather(-1, x)[..., 0], q.gather(-1, x)[..., 0]
         accept = uniforms[..., 0] < (q_x / p_x.clamp_min(1e-38) + bonus).clamp_max(1)
-        return q, accept, replacement, variation - (p - kept).sum(-1)
+        redraft = torch.where(uniforms[..., 0] * p_x < q_x, x[..., 0], replacement[..., 0])
+        window = advance(torch, case, q, (accept & (kind > 0))[0], replacement[0, :, 0], redraft[0])
+        return window, variation - (p - kept).sum(-1)
 
     return run
 
