@@ -24,6 +24,7 @@ from csd_ops.contract import CONTROLS, DOMAIN, OPSET, RESULTS, STATE
 op = onnxscript.values.Opset("", OPSET)  # onnxscript 0.7 ships no module for opset 24
 csd = onnxscript.values.Opset(DOMAIN, 1)
 
+GROUP = 4  # tokens per group of the two-level top-k
 BLOCK = 128  # tokens per block of the two-level sampling
 NEVER = -1e30  # score of a token outside the truncation: finite, so that 0 * score is 0
 
@@ -75,10 +76,22 @@ def functions() -> tuple[onnx.FunctionProto, ...]:
             vocabulary = op.Shape(logits, start=-1)
             never = op.Constant(value_float=NEVER)
             if top_k > 0.0:
-                # The k-th largest as the largest of the V - k + 1 smallest: selection, where TopK(k) would keep a heap
-                rest = op.Max(vocabulary - op.Reshape(op.Cast(top_k, to=TensorProto.INT64), last) + 1, 1)
-                worst, _worst_ids = op.TopK(scores, rest, axis=-1, largest=0, sorted=0)
-                kept = op.Where(scores < op.ReduceMax(worst, last, keepdims=1), never, scores)
+                wanted = op.Min(op.Reshape(op.Cast(top_k, to=TensorProto.INT64), last), vocabulary)
+                if wanted * 8 < vocabulary:
+                    # The k-th largest lies in the k groups of GROUP tokens with the largest maxima: two smaller TopKs
+                    missing = op.Mod(op.Neg(vocabulary), op.Constant(value_ints=[GROUP]))
+                    padded = op.Pad(scores, op.Concat(op.Constant(value_ints=[0]), missing, axis=0), never, last)
+                    split = op.Concat(op.Shape(scores, end=2), last, op.Constant(value_ints=[GROUP]), axis=0)
+                    groups = op.Reshape(padded, split)  # [B, W, V / GROUP, GROUP]
+                    _maxima, chosen = op.TopK(op.ReduceMax(groups, last, keepdims=0), wanted, axis=-1, sorted=0)
+                    near = op.GatherND(groups, op.Unsqueeze(chosen, last), batch_dims=2)  # [B, W, k, GROUP]
+                    flat = op.Reshape(near, op.Concat(op.Shape(scores, end=2), last, axis=0))
+                    best, _best_ids = op.TopK(flat, wanted, axis=-1, sorted=0)
+                    threshold = op.ReduceMin(best, last, keepdims=1)
+                else:  # as the largest of the V - k + 1 smallest: a selection, where TopK(k) may keep a heap
+                    worst, _worst_ids = op.TopK(scores, vocabulary - wanted + 1, axis=-1, largest=0, sorted=0)
+                    threshold = op.ReduceMax(worst, last, keepdims=1)
+                kept = op.Where(scores < threshold, never, scores)
             else:
                 kept = op.Identity(scores)
             if top_p < 1.0:
@@ -145,82 +158,86 @@ def functions() -> tuple[onnx.FunctionProto, ...]:
 
         target, entropy = csd.Target(logits, guidance, settings)  # [B, W, V], [B, W]
         real_bool = kind >= 2
-        real = op.Cast(real_bool, to=TensorProto.FLOAT)  # [B, W]
-        if floor > 0.0:
-            q = op.Max(target, floor)
-            p = op.Max(draft_probs, floor) * op.Unsqueeze(real, last)
-        else:
-            q = op.Identity(target)
-            p = op.Identity(draft_probs)
-
-        variation = op.ReduceSum(op.Abs(p - q), last, keepdims=0) * 0.5
         x = op.Where(real_bool, drafts, 0)
         x_index = op.Unsqueeze(x, last)
-        q_x = op.Squeeze(op.GatherElements(q, x_index, axis=-1), last)
-        p_x = op.Squeeze(op.GatherElements(p, x_index, axis=-1), last)
         u_accept, u_sample, _u_fresh = op.Split(uniforms, axis=-1, num_outputs=3)
         u_accept = op.Squeeze(u_accept, last)
         u_sample = op.Squeeze(u_sample, last)
 
-        # b(x) p(x) for every x; for the affine form min(p, scale q + bonus p), without a division
-        slots = op.Cast(op.Range(0, op.Squeeze(op.Shape(kind, start=1, end=2)), 1), to=TensorProto.FLOAT)
-        scales = op.Expand(scale * op.Exp(op.Neg(decay) * slots), op.Shape(kind))  # [B, W]
-        relaxable = op.Cast(op.Or(kind == 3, op.And(kind == 2, relax_fresh > 0.0)), to=TensorProto.FLOAT)
-        near = op.Cast(variation < delta, to=TensorProto.FLOAT)
-        bonus = relaxable * (epsilon + lambda_ * entropy * near)
-        if form == 2.0:
-            kept = csd.GroupKept(p, q, codes, settings)
-            mass = op.Relu(q - p)
-            kept_x = op.Squeeze(op.GatherElements(kept, x_index, axis=-1), last)
-            chance = kept_x / op.Max(p_x, 1e-38)
-            rejected = op.ReduceSum(p - kept, last, keepdims=1)
-            total = op.Max(op.ReduceSum(mass, last, keepdims=1), 1e-30)
-            output = kept + mass * (rejected / total)
-            distortion = op.ReduceSum(op.Abs(output - q), last, keepdims=0) * 0.5
-        else:
-            kept = op.Min(p, q * op.Unsqueeze(scales, last) + p * op.Unsqueeze(bonus, last))
-            mass = op.Relu(q - kept)
-            chance = op.Min(scales * q_x / op.Max(p_x, 1e-38) + bonus, 1.0)
-            rejected = op.ReduceSum(p - kept, last, keepdims=0)
-            distortion = op.Relu(variation - rejected)  # Theorem 3.2
-        replacement = csd.Sample(mass, u_sample, x)
-
-        if coupling == 1.0:
-            kept_draft = op.And(real_bool, u_accept * p_x < q_x)
-            if op.And(form == 0.0, op.ReduceMin(scales, keepdims=0) < 1.0):
-                other = csd.Sample(op.Relu(q - p), u_sample, x)  # below scale 1 the rule's residual is another
+        if op.Or(op.ReduceMax(kind, keepdims=0) >= 2, coupling == 2.0):
+            real = op.Cast(real_bool, to=TensorProto.FLOAT)  # [B, W]
+            if floor > 0.0:
+                q = op.Max(target, floor)
+                p = op.Max(draft_probs, floor) * op.Unsqueeze(real, last)
             else:
-                other = op.Identity(replacement)
-            redraft = op.Where(kept_draft, x, other)
-        else:
-            if coupling == 2.0:
-                redraft = op.ArgMax(op.Log(op.Max(target, 1e-38)) + gumbel, axis=-1, keepdims=0)
-            else:
-                redraft = csd.Sample(target, u_sample, x)
+                q = op.Identity(target)
+                p = op.Identity(draft_probs)
 
-        if form == 1.0:
-            final = op.Identity(redraft)
-            accepted = redraft == x
-            shown_chance = op.Identity(q_x)
-            shown_distortion = variation * 0.0
-        else:
-            final = op.Identity(replacement)
-            accepted = u_accept < chance
-            shown_chance = op.Identity(chance)
-            shown_distortion = op.Identity(distortion)
-        accept = op.Or(op.And(real_bool, accepted), kind == 1)
-        final_index = op.Unsqueeze(final, last)
-        target_x = op.Squeeze(op.GatherElements(target, x_index, axis=-1), last)
-        target_final = op.Squeeze(op.GatherElements(target, final_index, axis=-1), last)
-        measures = op.Concat(
-            op.Unsqueeze(entropy, last),
-            op.Unsqueeze(variation * real, last),
-            op.Unsqueeze(shown_chance * real, last),
-            op.Unsqueeze(shown_distortion * real, last),
-            op.Unsqueeze(op.Neg(op.Log(op.Max(target_x, 1e-30))), last),
-            op.Unsqueeze(op.Neg(op.Log(op.Max(target_final, 1e-30))), last),
-            axis=-1,
-        )
+            variation = op.ReduceSum(op.Abs(p - q), last, keepdims=0) * 0.5
+            q_x = op.Squeeze(op.GatherElements(q, x_index, axis=-1), last)
+            p_x = op.Squeeze(op.GatherElements(p, x_index, axis=-1), last)
+            # b(x) p(x) for every x; for the affine form min(p, scale q + bonus p), without a division
+            slots = op.Cast(op.Range(0, op.Squeeze(op.Shape(kind, start=1, end=2)), 1), to=TensorProto.FLOAT)
+            scales = op.Expand(scale * op.Exp(op.Neg(decay) * slots), op.Shape(kind))  # [B, W]
+            relaxable = op.Cast(op.Or(kind == 3, op.And(kind == 2, relax_fresh > 0.0)), to=TensorProto.FLOAT)
+            near = op.Cast(variation < delta, to=TensorProto.FLOAT)
+            bonus = relaxable * (epsilon + lambda_ * entropy * near)
+            if form == 2.0:
+                kept = csd.GroupKept(p, q, codes, settings)
+                mass = op.Relu(q - p)
+                kept_x = op.Squeeze(op.GatherElements(kept, x_index, axis=-1), last)
+                chance = kept_x / op.Max(p_x, 1e-38)
+                rejected = op.ReduceSum(p - kept, last, keepdims=1)
+                total = op.Max(op.ReduceSum(mass, last, keepdims=1), 1e-30)
+                output = kept + mass * (rejected / total)
+                distortion = op.ReduceSum(op.Abs(output - q), last, keepdims=0) * 0.5
+            else:
+                kept = op.Min(p, q * op.Unsqueeze(scales, last) + p * op.Unsqueeze(bonus, last))
+                mass = op.Relu(q - kept)
+                chance = op.Min(scales * q_x / op.Max(p_x, 1e-38) + bonus, 1.0)
+                rejected = op.ReduceSum(p - kept, last, keepdims=0)
+                distortion = op.Relu(variation - rejected)  # Theorem 3.2
+            replacement = csd.Sample(mass, u_sample, x)
+
+            if coupling == 1.0:
+                kept_draft = op.And(real_bool, u_accept * p_x < q_x)
+                if op.And(form == 0.0, op.ReduceMin(scales, keepdims=0) < 1.0):
+                    other = csd.Sample(op.Relu(q - p), u_sample, x)  # below scale 1 the rule's residual is another
+                else:
+                    other = op.Identity(replacement)
+                redraft = op.Where(kept_draft, x, other)
+            else:
+                if coupling == 2.0:
+                    redraft = op.ArgMax(op.Log(op.Max(target, 1e-38)) + gumbel, axis=-1, keepdims=0)
+                else:
+                    redraft = csd.Sample(target, u_sample, x)
+
+            if form == 1.0:
+                final = op.Identity(redraft)
+                accepted = redraft == x
+                shown_chance = op.Identity(q_x)
+                shown_distortion = variation * 0.0
+            else:
+                final = op.Identity(replacement)
+                accepted = u_accept < chance
+                shown_chance = op.Identity(chance)
+                shown_distortion = op.Identity(distortion)
+            accept = op.Or(op.And(real_bool, accepted), kind == 1)
+            middle = op.Concat(
+                op.Unsqueeze(variation * real, last),
+                op.Unsqueeze(shown_chance * real, last),
+                op.Unsqueeze(shown_distortion * real, last),
+                axis=-1,
+            )
+        else:  # no drafts at all, as in one token per pass: sample q
+            final = csd.Sample(target, u_sample, x)
+            redraft = op.Identity(final)
+            accept = kind == 1
+            middle = op.Expand(op.Constant(value_float=0.0), op.Shape(uniforms))
+        target_x = op.GatherElements(target, x_index, axis=-1)
+        target_final = op.GatherElements(target, op.Unsqueeze(final, last), axis=-1)
+        surprises = op.Neg(op.Log(op.Max(op.Concat(target_x, target_final, axis=-1), 1e-30)))
+        measures = op.Concat(op.Unsqueeze(entropy, last), middle, surprises, axis=-1)
         return target, accept, final, redraft, measures
 
     @onnxscript.script(csd, default_opset=op)
