@@ -20,6 +20,7 @@ import onnxscript
 from onnx import TensorProto, helper, numpy_helper
 
 from csd_ops.contract import CONTROLS, DOMAIN, OPSET, RESULTS, STATE
+from csd_ops.kernels import ADVANCE, VERIFY
 
 op = onnxscript.values.Opset("", OPSET)  # onnxscript 0.7 ships no module for opset 24
 csd = onnxscript.values.Opset(DOMAIN, 1)
@@ -143,7 +144,19 @@ def functions() -> tuple[onnx.FunctionProto, ...]:
         return op.ScatterElements(q, order, b * ranked_p, axis=-1)
 
     @onnxscript.script(csd, default_opset=op)
-    def Verify(logits, drafts, kind, draft_probs, uniforms, gumbel, guidance, settings, codes):
+    def Drafts(ids, images_first):
+        """The drafts of the decision slots, [B, W]: the ids fed after slot 0, and 0 for the last slot.
+
+        `images_first` is any tensor whose first axis is B.
+        """
+        images = op.Shape(images_first, end=1)
+        one = op.Constant(value_ints=[1])
+        fed = op.Slice(ids, op.Constant(value_ints=[0]), images, op.Constant(value_ints=[0]))
+        after = op.Slice(fed, one, op.Constant(value_ints=[2**31 - 1]), one)
+        return op.Concat(after, op.Expand(op.Constant(value_int=0), op.Concat(images, one, axis=0)), axis=1)
+
+    @onnxscript.script(csd, default_opset=op)
+    def Verify(logits, ids, kind, draft_probs, uniforms, gumbel, guidance, settings, codes):
         """Judge every draft: csd_ops.reference.verify."""
         last = op.Constant(value_ints=[-1])
         form = op.Gather(settings, op.Constant(value_int=3))
@@ -156,6 +169,7 @@ def functions() -> tuple[onnx.FunctionProto, ...]:
         delta = op.Gather(settings, op.Constant(value_int=11))
         floor = op.Gather(settings, op.Constant(value_int=12))
 
+        drafts = csd.Drafts(ids, kind)
         target, entropy = csd.Target(logits, guidance, settings)  # [B, W, V], [B, W]
         real_bool = kind >= 2
         x = op.Where(real_bool, drafts, 0)
@@ -239,15 +253,6 @@ def functions() -> tuple[onnx.FunctionProto, ...]:
         surprises = op.Neg(op.Log(op.Max(op.Concat(target_x, target_final, axis=-1), 1e-30)))
         measures = op.Concat(op.Unsqueeze(entropy, last), middle, surprises, axis=-1)
         return target, accept, final, redraft, measures
-
-    @onnxscript.script(csd, default_opset=op)
-    def Drafts(ids, position):
-        """The drafts of the decision slots, [B, W]: the ids fed after slot 0, and nothing for the last slot."""
-        images = op.Shape(position)
-        one = op.Constant(value_ints=[1])
-        fed = op.Slice(ids, op.Constant(value_ints=[0]), images, op.Constant(value_ints=[0]))
-        after = op.Slice(fed, one, op.Constant(value_ints=[2**31 - 1]), one)
-        return op.Concat(after, op.Expand(op.Constant(value_int=0), op.Concat(images, one, axis=0)), axis=1)
 
     @onnxscript.script(csd, default_opset=op)
     def Advance(
@@ -347,7 +352,7 @@ def functions() -> tuple[onnx.FunctionProto, ...]:
             tokens,
         )
 
-    scripts = (Sample, Target, GroupKept, Verify, Drafts, Advance)
+    scripts = (Sample, Target, GroupKept, Drafts, Verify, Advance)
     return tuple(function.to_function_proto() for function in scripts)
 
 
@@ -375,38 +380,10 @@ def attach_tail(model: onnx.ModelProto, *, columns: int, codes: np.ndarray) -> N
             graph.input.append(_value(name, dtype, shape, sizes))
     graph.initializer.append(numpy_helper.from_array(np.ascontiguousarray(codes, np.float32), "codes"))
     node = functools.partial(helper.make_node, domain=DOMAIN)
-    verify_inputs = [
-        "logits",
-        "drafts",
-        "kind",
-        "draft_probs",
-        "uniforms",
-        "gumbel",
-        "guidance",
-        "settings",
-        "codes",
-    ]
-    advance_inputs = [
-        "ids",
-        "length",
-        "position",
-        "history_probs",
-        "history_ids",
-        "q",
-        "accept",
-        "final",
-        "redraft",
-    ]
     graph.node.extend(
         [
-            node("Drafts", ["ids", "position"], ["drafts"], name="drafts"),
-            node("Verify", verify_inputs, ["q", "accept", "final", "redraft", "measures"], name="verify"),
-            node(
-                "Advance",
-                [*advance_inputs, "uniforms", "grammar", "settings"],
-                [*(f"next_{name}" for name in STATE), "committed", "tokens"],
-                name="advance",
-            ),
+            node("Verify", list(VERIFY.inputs), list(VERIFY.outputs), name="verify"),
+            node("Advance", list(ADVANCE.inputs), list(ADVANCE.outputs), name="advance"),
         ]
     )
     for name, (dtype, shape) in STATE.items():
