@@ -17,9 +17,9 @@ import onnx
 from onnx import TensorProto, helper, numpy_helper
 from onnx.external_data_helper import load_external_data_for_tensor, uses_external_data
 
-from csd_ops.contract import DOMAIN, cache_names
+from csd_ops.contract import DOMAIN, Settings, cache_names
 from csd_ops.errors import InputError
-from csd_ops.kernels import CODES, JUDGED, VERIFY
+from csd_ops.specialise import specialised_tail
 
 PRECISIONS = {"fp32": TensorProto.FLOAT, "fp16": TensorProto.FLOAT16, "bf16": TensorProto.BFLOAT16}
 
@@ -71,7 +71,9 @@ def load_graph(path: Path) -> onnx.ModelProto:
     return onnx.load(str(path), load_external_data=False)
 
 
-def step_copy(path: Path, *, capacity: int, precision: str, tail: Tail, folder: Path) -> tuple[onnx.ModelProto, Path]:
+def step_copy(
+    path: Path, *, capacity: int, precision: str, tail: Tail, folder: Path, settings: Settings | None = None
+) -> tuple[onnx.ModelProto, Path]:
     """The step graph for TensorRT, and the path its external data is relative to.
 
     Args:
@@ -79,26 +81,61 @@ def step_copy(path: Path, *, capacity: int, precision: str, tail: Tail, folder: 
         capacity: S, cache slots; TensorRT asks for a number.
         precision: of weights, activations and caches; logits and all after them are float32.
         tail: KERNEL cuts the graph after the logits; PLUGIN keeps csd::Verify and csd::Advance without their bodies,
-            so that TensorRT looks them up among its plugins: a function of the same name would win.
+            so that TensorRT looks them up among its plugins: a function of the same name would win; FUNCTION takes the
+            bodies, with `settings` as constants.
         folder: where weights are written if the precision changes.
+        settings: of the preset that a FUNCTION tail is made for.
     """
     model = load_graph(path)
+    sizes = StepSizes.of(model)
     graph = model.graph
     for value in (*graph.input, *graph.output):
         for dim in value.type.tensor_type.shape.dim:
             if dim.dim_param == "S":
                 dim.dim_value = capacity
-    keep = ["logits", *(f"next_{name}" for name in cache_names(StepSizes.of(model).layers))]
-    if tail == Tail.KERNEL:
-        keep_outputs(model, keep)
-    elif tail == Tail.PLUGIN:
-        del model.functions[:]
-        # The runtime reads what the pass decided; the judgement itself stays inside
-        keep_outputs(model, [value.name for value in graph.output if value.name != "logits"])
-    else:
-        raise InputError(f"expected a tail of kernel or plugin, found {tail}; specialise the functions first")
+    codes = _initializer(model, "codes", path)
     path = retype(model, path, precision, folder)
+    if tail == Tail.PLUGIN:
+        del model.functions[:]
+        return model, path
+    results = [value for value in graph.output if value.name != "logits"]
+    inputs = {value.name for value in graph.input}
+    keep_outputs(model, ["logits", *(f"next_{name}" for name in cache_names(sizes.layers))])
+    if tail == Tail.FUNCTION:
+        assert settings is not None
+        end = specialised_tail(sizes.image_vocabulary, sizes.columns, codes, settings).graph
+        _make_room(model, end)
+        graph.node.extend(end.node)
+        graph.initializer.extend(end.initializer)
+        present = {value.name for value in graph.input} | {"logits"}
+        assert {value.name for value in end.input} <= inputs | {"logits"}
+        graph.input.extend(value for value in end.input if value.name not in present)
+        _replace(graph.output, results)
     return model, path
+
+
+def _make_room(model: onnx.ModelProto, other: onnx.GraphProto) -> None:
+    """Rename what is inside the body where the other graph has the same names for its own."""
+    graph = model.graph
+    shared = {value.name for value in (*graph.input, *graph.output)}
+    taken = {name for node in other.node for name in (node.name, *node.output)}
+    taken |= {tensor.name for tensor in other.initializer}
+
+    def free(name: str) -> str:
+        return f"body_{name}" if name in taken and name not in shared else name
+
+    for node in graph.node:
+        node.name = free(node.name)
+        node.input[:] = map(free, node.input)
+        node.output[:] = map(free, node.output)
+    for tensor in graph.initializer:
+        tensor.name = free(tensor.name)
+
+
+def _initializer(model: onnx.ModelProto, name: str, path: Path) -> np.ndarray:
+    """A weight's values."""
+    tensor = next(tensor for tensor in model.graph.initializer if tensor.name == name)
+    return numpy_helper.to_array(tensor, base_dir=str(path.parent))
 
 
 def decoder_copy(path: Path, *, precision: str, folder: Path) -> tuple[onnx.ModelProto, Path]:
@@ -185,7 +222,9 @@ def retype(model: onnx.ModelProto, path: Path, precision: str, folder: Path) -> 
             inner = f"{value.name}_hidden"
             for node in nodes:
                 node.output[:] = [inner if name == value.name else name for name in node.output]
-            nodes.append(helper.make_node("Cast", [inner], [value.name], to=TensorProto.FLOAT, name=f"{value.name}_cast"))
+            nodes.append(
+                helper.make_node("Cast", [inner], [value.name], to=TensorProto.FLOAT, name=f"{value.name}_cast")
+            )
     nodes += [node for node in graph.node if node.domain == DOMAIN]
     _replace(graph.node, nodes)
     del graph.value_info[:]

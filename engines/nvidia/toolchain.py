@@ -69,7 +69,9 @@ def find_toolchain(target: str = "auto") -> Toolchain:
             )
         return Toolchain(kind, trt, _logger(trt))
     install = " or ".join(f"`{kind.install}`" for kind in found)
-    raise MachineError(f"expected {' or '.join(kind.module for kind in found)}, found no {'; '.join(reasons)}; install {install}")
+    raise MachineError(
+        f"expected {' or '.join(kind.module for kind in found)}, found no {'; '.join(reasons)}; install {install}"
+    )
 
 
 def _logger(trt: Any) -> Any:
