@@ -1,35 +1,20 @@
-"""The decode loop: prompt ids in, image tokens out, one engine call per forward pass.
+"""The decode loop's state machine: requests in, image tokens out, `batch` pictures at a time, each at its own pace.
 
-All buffers are made and bound once. The step graph maps one decoding state to the next (csd_ops.contract), so the
-loop only fills in this pass's uniforms, calls, and notes what was committed. The state has two copies, read and
-written in turn; the caches have one, bound as input and output.
+What a pass is and where it runs is a Loop's business: HostLoop (one engine call, NumPy buffers) or DeviceLoop (a
+captured sequence on a GPU). A loop may report progress late; the decoder never needs it at once.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Protocol
 
 import numpy as np
 
-from csd_ops.contract import (
-    CONTROLS,
-    FREE,
-    MEASURES,
-    NOTHING,
-    RESULTS,
-    SETTINGS_SIZE,
-    STATE,
-    UNIFORMS,
-    Coupling,
-    Fresh,
-    Kind,
-    Settings,
-    cache_names,
-    grammar_table,
-)
+from csd_ops.contract import FREE, MEASURES, NOTHING, UNIFORMS, Coupling, Fresh, Kind, Settings, grammar_table
 from csd_ops.errors import InputError
-from engines.protocol import Engine
 from runtime.bundle import Manifest
 
 CAPACITY_BUCKET = 64  # cache slots are allocated in multiples of this
@@ -79,17 +64,6 @@ class Decoded:
         return np.bincount(self.pass_of, minlength=self.passes)[self.pass_of]
 
 
-@dataclass
-class _Slot:
-    """One picture in the making."""
-
-    request: int
-    decoded: Decoded
-    generator: np.random.Generator
-    position: int = 0
-    gumbel: np.ndarray | None = None
-
-
 @dataclass(frozen=True)
 class Request:
     """A picture to decode: prompt ids of its guidance rows and the seed of its noise."""
@@ -98,28 +72,28 @@ class Request:
     seed: int
 
 
-@dataclass
-class Decoder:
-    """Decodes a list of requests, `batch` pictures at a time, each at its own pace.
+@dataclass(frozen=True)
+class Setup:
+    """What a loop makes its buffers from.
 
     Args:
-        engine: runs the step graph.
         manifest: the model's sizes and grammar.
         settings: the numbers of the acceptance rule, coupling and truncation.
         window: W, tokens fed per forward pass and picture.
         guidance: guidance weight w, q from w z_cond + (1 - w) z_uncond; None: one row per picture, no guidance.
         batch: pictures decoded together.
         prompt: longest prompt, ids.
+
+    Raises:
+        InputError: a window or a prompt that the model has no room for.
     """
 
-    engine: Engine
     manifest: Manifest
     settings: Settings
     window: int
     guidance: float | None
     batch: int
     prompt: int
-    passes: int = field(default=0, init=False)  # engine calls made
 
     def __post_init__(self) -> None:
         manifest = self.manifest
@@ -127,200 +101,192 @@ class Decoder:
             raise InputError(
                 f"expected a window from 1 to {manifest.max_window}, found {self.window}; choose one inside"
             )
-        self.groups = 1 if self.guidance is None else 2
-        rows = self.groups * self.batch
-        needed = self.prompt + manifest.image_tokens + max(self.window, self.prompt)
-        self.capacity = -(-needed // CAPACITY_BUCKET) * CAPACITY_BUCKET
         if self.prompt + manifest.image_tokens > manifest.context:
             raise InputError(
                 f"expected prompt and image within {manifest.context} positions, found "
                 f"{self.prompt} + {manifest.image_tokens}; shorten the prompt"
             )
-        forced = {int(position): identifier for position, identifier in manifest.forced.items()}
-        self._grammar = grammar_table(forced, manifest.image_tokens, self.window)
-        dtype = np.float16 if manifest.precision == "fp16" else np.float32
-        cache_shape = (rows, manifest.key_value_heads, self.capacity, manifest.head_size)
-        # Zeroed: an unused slot is masked, but 0 * NaN would not be
-        self._cache = {name: np.zeros(cache_shape, dtype) for name in cache_names(manifest.layers)}
-        self._sizes = {
-            "R": rows,
+
+    @property
+    def groups(self) -> int:
+        """Guidance rows per picture."""
+        return 1 if self.guidance is None else 2
+
+    @property
+    def rows(self) -> int:
+        """Rows of the batch."""
+        return self.groups * self.batch
+
+    @property
+    def capacity(self) -> int:
+        """S: the prompt, the picture and one window or prompt beyond, in buckets."""
+        needed = self.prompt + self.manifest.image_tokens + max(self.window, self.prompt)
+        return -(-needed // CAPACITY_BUCKET) * CAPACITY_BUCKET
+
+    @cached_property
+    def grammar(self) -> np.ndarray:
+        """FREE, NOTHING or the forced id of every position, int64 [T]."""
+        forced = {int(position): identifier for position, identifier in self.manifest.forced.items()}
+        return grammar_table(forced, self.manifest.image_tokens, self.window)
+
+    @cached_property
+    def weights(self) -> np.ndarray:
+        """Of the guidance rows, float32 [G]."""
+        return np.array((1.0,) if self.guidance is None else (self.guidance, 1.0 - self.guidance), np.float32)
+
+    @cached_property
+    def sizes(self) -> dict[str, int]:
+        """The contract's symbols, and I image tokens, P most passes of a picture."""
+        manifest = self.manifest
+        return {
+            "R": self.rows,
             "B": self.batch,
             "G": self.groups,
             "W": self.window,
             "V": manifest.image_vocabulary,
             "C": manifest.columns,
-            "T": len(self._grammar),
+            "T": len(self.grammar),
             "N": manifest.image_vocabulary if self.settings.coupling == Coupling.GUMBEL else 1,
+            "I": manifest.image_tokens,
+            "P": manifest.image_tokens,
         }
-        self._states = [self._buffers(STATE, self._sizes) for _ in range(2)]
-        self._controls = self._buffers(CONTROLS, self._sizes)
-        results = {name: RESULTS[name] for name in ("committed", "tokens", "measures")}
-        self._results = self._buffers(results, self._sizes)
-        self._fill_controls(self._controls, self._grammar)
-        self._steps = [self._bind(self._states[turn], self._states[1 - turn]) for turn in range(2)]
-        self._turn = 0
 
-    @staticmethod
-    def _buffers(table: dict[str, tuple[str, tuple[str, ...]]], sizes: dict[str, int]) -> dict[str, np.ndarray]:
-        def size(dim: str) -> int:
-            return int(dim) if dim.isdigit() else sizes[dim]
-
-        return {name: np.zeros([size(dim) for dim in shape], dtype) for name, (dtype, shape) in table.items()}
-
-    def _fill_controls(self, controls: dict[str, np.ndarray], grammar: np.ndarray) -> None:
-        controls["settings"][:] = self.settings.vector()
-        controls["guidance"][:] = (1.0,) if self.guidance is None else (self.guidance, 1.0 - self.guidance)
-        controls["grammar"][:] = grammar
-        assert controls["settings"].size == SETTINGS_SIZE
-
-    def _bind(self, state: dict[str, np.ndarray], following: dict[str, np.ndarray]) -> Callable[[], None]:
-        return self.engine.bind(
-            {**state, **self._controls, **self._cache},
-            {
-                **{f"next_{name}": array for name, array in following.items()},
-                **{f"next_{name}": array for name, array in self._cache.items()},
-                **self._results,
-            },
-        )
-
-    def decode(
-        self, requests: Sequence[Request], on_progress: Callable[[int, int], None] | None = None
-    ) -> list[Decoded]:
-        """Decode every request; `on_progress(request, tokens decided)` is called after every pass.
-
-        A slot whose picture is finished takes the next request at once: its prompt's pass leaves the other pictures
-        as they are, since what it writes beyond their length is overwritten before it is ever attended to.
-        """
-        waiting = list(enumerate(requests))[::-1]
-        finished: list[Decoded | None] = [None] * len(requests)
-        slots: list[_Slot | None] = [None] * self.batch
-        self._rest()
-        while waiting or any(slots):
-            if waiting and None in slots:
-                self._admit(slots, waiting)
-            self._step(slots)
-            for index, slot in enumerate(slots):
-                if slot is None:
-                    continue
-                if on_progress:
-                    on_progress(slot.request, slot.position)
-                if slot.position == self.manifest.image_tokens:
-                    finished[slot.request] = slot.decoded
-                    slots[index] = None
-        return [decoded for decoded in finished if decoded is not None]
-
-    def _rest(self) -> None:
-        """No slot has a picture: everything at the end of an image, so that nothing is committed."""
-        state = self._states[self._turn]
-        for array in state.values():
-            array.fill(0)
-        state["position"].fill(self.manifest.image_tokens)
-
-    def _admit(self, slots: list[_Slot | None], waiting: list[tuple[int, Request]]) -> None:
-        """Put waiting requests into free slots: one pass over their prompts, all but each prompt's last id."""
-        state = self._states[self._turn]
-        fresh = []
-        for index in range(self.batch):
-            if slots[index] is None and waiting:
-                number, request = waiting.pop()
-                slots[index] = self._new_slot(number, request)
-                fresh.append((index, request))
-        widest = max(len(row) for _, request in fresh for row in request.rows) - 1
-        for index, request in fresh:
-            for group in range(len(request.rows)):
-                state["length"][group * self.batch + index] = 0
-        if widest:
-            self._run_prompts(fresh, widest)
-        for index, request in fresh:
-            self._first_window(index, request, slots[index])
-
-    def _new_slot(self, number: int, request: Request) -> _Slot:
-        tokens = self.manifest.image_tokens
-        decoded = Decoded(
-            request.seed,
-            np.zeros(tokens, np.int64),
-            np.zeros(tokens, np.int64),
-            np.zeros(tokens, np.int64),
-            np.zeros(tokens, np.int64),
-            np.zeros((tokens, len(MEASURES)), np.float32),
-        )
-        slot = _Slot(number, decoded, np.random.default_rng(request.seed))
+    def start(self, request: Request) -> Start:
+        """A picture's first window and its noise: csd_ops.reference.first_state, for one image."""
+        vocabulary, window, tokens = self.manifest.image_vocabulary, self.window, self.manifest.image_tokens
+        generator = np.random.default_rng(request.seed)
+        gumbels = np.zeros((tokens + window, self.sizes["N"]), np.float32)
         if self.settings.coupling == Coupling.GUMBEL:  # noise belongs to the absolute position
-            padded = np.zeros((tokens + self.window, self.manifest.image_vocabulary), np.float32)
-            padded[:tokens] = slot.generator.gumbel(size=(tokens, padded.shape[1]))
-            slot.gumbel = padded
-        return slot
-
-    def _run_prompts(self, fresh: list[tuple[int, Request]], widest: int) -> None:
-        """Fill the caches with the prompts; every output but the caches is dropped."""
-        sizes = self._sizes | {"W": widest, "N": 1, "T": self.manifest.image_tokens + widest}
-        state, controls = self._buffers(STATE, sizes), self._buffers(CONTROLS, sizes)
-        self._fill_controls(controls, grammar_table({}, self.manifest.image_tokens, widest))
-        state["length"][:] = self._states[self._turn]["length"]
-        for index, request in fresh:
-            for group, row in enumerate(request.rows):
-                state["ids"][group * self.batch + index, : len(row) - 1] = row[:-1]
-        caches = {f"next_{name}": array for name, array in self._cache.items()}
-        self.engine.bind({**state, **controls, **self._cache}, caches)()
-        self.passes += 1
-
-    def _first_window(self, index: int, request: Request, slot: _Slot | None) -> None:
-        """The state before a picture's first window: csd_ops.reference.first_state, for one slot."""
-        assert slot is not None
-        state, vocabulary, window = self._states[self._turn], self.manifest.image_vocabulary, self.window
-        rules = self._grammar[:window]
+            gumbels[:tokens] = generator.gumbel(size=(tokens, vocabulary))
+        rules = self.grammar[:window]
         kind = np.where(rules >= 0, int(Kind.FORCED), int(Kind.FRESH))
         kind[rules == NOTHING] = Kind.ABSENT
         if rules[-1] == FREE:
             kind[-1] = Kind.ABSENT
-        drafts = np.where(rules >= 0, rules, slot.generator.integers(0, vocabulary, window))
-        for group, row in enumerate(request.rows):
-            at = group * self.batch + index
-            state["ids"][at, 0] = row[-1]
-            state["ids"][at, 1:] = drafts[:-1]
-            state["length"][at] = len(row) - 1
-        state["position"][index] = 0
-        state["kind"][index] = kind
-        laws = state["draft_probs"][index]
-        laws.fill(0)
+        drafts = np.where(rules >= 0, rules, generator.integers(0, vocabulary, window))
+        laws = np.zeros((window, vocabulary), np.float32)
         free = kind == Kind.FRESH
         if self.settings.fresh in (Fresh.UNIFORM, Fresh.LAW_LEFT, Fresh.LAW_ABOVE):
             laws[free] = 1.0 / vocabulary
         else:
             laws[free, drafts[free]] = 1.0
-        state["history_probs"][index] = 1.0 / vocabulary
-        state["history_ids"][index] = 0
+        noise = generator.random((self.sizes["P"], window, len(UNIFORMS)), dtype=np.float32)
+        np.clip(noise, _LOWEST, _HIGHEST, out=noise)
+        return Start(
+            ids=np.stack([np.concatenate([row[-1:], drafts[:-1]]) for row in request.rows]),
+            length=np.array([len(row) - 1 for row in request.rows]),
+            kind=kind,
+            draft_probs=laws,
+            noise=noise,
+            gumbels=gumbels,
+        )
 
-    def _step(self, slots: list[_Slot | None]) -> None:
-        """One forward pass of all pictures."""
-        state = self._states[self._turn]
-        uniforms = self._controls["uniforms"]
-        for index, slot in enumerate(slots):
-            if slot is not None:
-                slot.generator.random(out=uniforms[index], dtype=np.float32)
-                if slot.gumbel is not None:
-                    self._controls["gumbel"][index] = slot.gumbel[slot.position : slot.position + self.window]
-        np.clip(uniforms, _LOWEST, _HIGHEST, out=uniforms)
-        self._steps[self._turn]()
-        self.passes += 1
-        self._turn = 1 - self._turn
-        for index, slot in enumerate(slots):
-            if slot is not None:
-                self._note(index, slot, state)
 
-    def _note(self, index: int, slot: _Slot, fed: dict[str, np.ndarray]) -> None:
-        """Write down what the pass decided for one picture."""
-        decoded, start = slot.decoded, slot.position
-        count = int(self._results["committed"][index])
-        decided = slice(start, start + count)
-        decoded.tokens[decided] = self._results["tokens"][index, :count]
-        decoded.measures[decided] = self._results["measures"][index, :count]
-        decoded.kind[decided] = fed["kind"][index, :count]
-        drafts = fed["ids"][index, 1 : count + 1]
-        decoded.draft[start : start + len(drafts)] = drafts
-        decoded.pass_of[decided] = decoded.passes
-        decoded.passes += 1
-        slot.position = start + count
+@dataclass(frozen=True)
+class Start:
+    """What a loop puts into a free slot. The history of laws is uniform, and everything else 0."""
+
+    ids: np.ndarray  # int64 [G, W]
+    length: np.ndarray  # int64 [G], prompt ids in the cache
+    kind: np.ndarray  # int64 [W]
+    draft_probs: np.ndarray  # float32 [W, V]
+    noise: np.ndarray  # float32 [P, W, 3], the uniforms of every pass
+    gumbels: np.ndarray  # float32 [I + W, N], the Gumbel noise of every position
+
+
+class Loop(Protocol):
+    """Forward passes of a batch of slots, somewhere."""
+
+    passes: int  # engine calls made, prompts included
+
+    def rest(self) -> None:
+        """No slot has a picture: every position at the end of an image, so that nothing is committed."""
+        ...
+
+    def prompts(self, rows: Sequence[tuple[int, np.ndarray]]) -> None:
+        """Fill the caches of some rows with prompt ids, from their beginning; the other rows stay as they are."""
+        ...
+
+    def begin(self, image: int, start: Start) -> None:
+        """Put a picture's first window into a slot."""
+        ...
+
+    def step(self) -> None:
+        """One forward pass of all slots."""
+        ...
+
+    def positions(self) -> list[tuple[int, np.ndarray]]:
+        """What is known by now of passes not yet told: (number of the pass, positions [B] after it)."""
+        ...
+
+    def picture(self, image: int) -> Decoded:
+        """What was decided in a slot that has finished; its seed is left 0."""
+        ...
+
+
+@dataclass
+class _Slot:
+    """One picture in the making."""
+
+    request: int
+    since: int  # passes made before its first
+
+
+@dataclass
+class Decoder:
+    """Decodes lists of requests on a loop."""
+
+    setup: Setup
+    loop: Loop
+
+    def decode(
+        self, requests: Sequence[Request], on_progress: Callable[[int, int], None] | None = None
+    ) -> list[Decoded]:
+        """Decode every request; `on_progress(request, tokens decided)` is called as passes become known.
+
+        A slot whose picture is finished takes the next request: its prompt's pass leaves the other pictures as they
+        are, since what it writes beyond their length is overwritten before it is ever attended to.
+        """
+        loop, tokens = self.loop, self.setup.manifest.image_tokens
+        waiting = list(enumerate(requests))[::-1]
+        finished: list[Decoded | None] = [None] * len(requests)
+        slots: list[_Slot | None] = [None] * self.setup.batch
+        loop.rest()
+        step = 0
+        while waiting or any(slots):
+            if waiting and None in slots:
+                self._admit(slots, waiting, step)
+            loop.step()
+            step += 1
+            for number, positions in loop.positions():
+                for image, slot in enumerate(slots):
+                    if slot is None or number <= slot.since:  # told of the picture before it
+                        continue
+                    if on_progress:
+                        on_progress(slot.request, int(positions[image]))
+                    if positions[image] == tokens:
+                        decoded = loop.picture(image)
+                        decoded.seed = requests[slot.request].seed
+                        finished[slot.request] = decoded
+                        slots[image] = None
+        return [decoded for decoded in finished if decoded is not None]
+
+    def _admit(self, slots: list[_Slot | None], waiting: list[tuple[int, Request]], step: int) -> None:
+        """Put waiting requests into free slots: one pass over their prompts, all but each prompt's last id."""
+        fresh = []
+        for image in range(self.setup.batch):
+            if slots[image] is None and waiting:
+                number, request = waiting.pop()
+                slots[image] = _Slot(number, step)
+                fresh.append((image, request))
+        rows = [
+            (group * self.setup.batch + image, row[:-1])
+            for image, request in fresh
+            for group, row in enumerate(request.rows)
+        ]
+        self.loop.prompts(rows)
+        for image, request in fresh:
+            self.loop.begin(image, self.setup.start(request))
 
 
 assert UNIFORMS == ("accept", "sample", "fresh")

@@ -15,7 +15,8 @@ from csd_ops.errors import InputError
 from engines.onnx_runtime import OnnxRuntimeEngine
 from engines.protocol import Engine
 from runtime.bundle import IMAGE_DECODER, STEP, Bundle, open_bundle
-from runtime.decoder import Decoded, Decoder, Request
+from runtime.decoder import Decoded, Decoder, Request, Setup
+from runtime.host_loop import HostLoop
 from runtime.presets import Preset, adjust, find_preset
 from runtime.prompt import PromptEncoder
 
@@ -195,8 +196,7 @@ class ImageModel:
             conditional, unconditional = self._encoder.encode(text)
             rows = (conditional,) if guidance == 1 else (conditional, unconditional)
             requests.append(Request(rows, seed + number))
-        decoder = Decoder(
-            self._step,
+        setup = Setup(
             self.bundle.manifest,
             settings,
             chosen.window,
@@ -204,6 +204,8 @@ class ImageModel:
             min(batch, len(requests)),
             max(len(row) for request in requests for row in request.rows),
         )
+        loop = HostLoop(self._step, setup)
+        decoder = Decoder(setup, loop)
         decoded = decoder.decode(requests, _total(on_progress, len(texts), self.bundle.manifest.image_tokens))
         pixels = self.decode_image(np.stack([entry.tokens for entry in decoded]))
         return Generation(
@@ -213,7 +215,7 @@ class ImageModel:
             preset=chosen,
             guidance=None if guidance == 1 else guidance,
             seconds=time.perf_counter() - began,
-            engine_calls=decoder.passes,
+            engine_calls=loop.passes,
             provider=self._step.provider,
             threads=getattr(self._step, "threads", 0),
         )

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -14,7 +15,8 @@ from csd_ops import reference
 from csd_ops.contract import Coupling, Fresh, Settings
 from csd_ops.rules import Addition, Amplify, Cool, Csd, Entropy, Gsd, Jacobi, Rule, Sjd
 from runtime import ImageModel
-from runtime.decoder import Decoder, Request
+from runtime.decoder import Decoder, Request, Setup, Start
+from runtime.host_loop import HostLoop
 
 SAMPLES = 100_000
 BATCH = 2_000
@@ -61,13 +63,14 @@ def draw(
     settings: Settings,
     guidance: float | None = GUIDANCE,
     samples: int = SAMPLES,
-    spoil: type[Decoder] = Decoder,
+    spoil: type[HostLoop] = HostLoop,
     window: int = WINDOW,
 ) -> np.ndarray:
     """How often each picture was drawn."""
     manifest = model.bundle.manifest
     used = rows if guidance is not None else rows[:1]
-    decoder = spoil(model._step, manifest, settings, window, guidance, BATCH, len(rows[0]))
+    setup = Setup(manifest, settings, window, guidance, BATCH, len(rows[0]))
+    decoder = Decoder(setup, spoil(model._step, setup))
     decoded = decoder.decode([Request(used, seed) for seed in range(samples)])
     powers = manifest.image_vocabulary ** np.arange(manifest.image_tokens)[::-1]
     index = [int(entry.tokens @ powers) for entry in decoded]
@@ -132,55 +135,44 @@ def test_lossless(
     assert p_value(counts, law) > REJECT
 
 
-class KeepsRejected(Decoder):
+class KeepsRejected(HostLoop):
     """The rejected draft's keys and values stay in the cache: the resampled token is never fed."""
 
-    def _step(self, slots):  # type: ignore[no-untyped-def]
-        before = [slot.position if slot else 0 for slot in slots]
-        super()._step(slots)
-        state = self._states[self._turn]
-        for index, slot in enumerate(slots):
-            if slot is None or slot.position == self.manifest.image_tokens:
-                continue
-            if slot.position - before[index] < self.window:  # something was rejected
-                for group in range(self.groups):
-                    row = group * self.batch + index
-                    state["ids"][row, :-1] = state["ids"][row, 1:]
-                    state["length"][row] += 1
-                kinds = state["kind"][index]
-                kinds[:-1] = kinds[1:]
+    def step(self) -> None:
+        super().step()
+        for image, count in enumerate(self.results["committed"]):
+            if self.state["position"][image] == self.setup.manifest.image_tokens or count == self.setup.window:
+                continue  # finished, or nothing was rejected
+            for group in range(self.setup.groups):
+                row = group * self.setup.batch + image
+                self.state["ids"][row, :-1] = self.state["ids"][row, 1:]
+                self.state["length"][row] += 1
+            kinds = self.state["kind"][image]
+            kinds[:-1] = kinds[1:]
 
 
-class KeepsOldLaw(Decoder):
+class KeepsOldLaw(HostLoop):
     """After coupling, p stays what it was instead of becoming q."""
 
-    def _step(self, slots):  # type: ignore[no-untyped-def]
-        old = self._states[self._turn]
-        before = [slot.position if slot else 0 for slot in slots]
-        laws = old["draft_probs"].copy()
-        super()._step(slots)
-        state = self._states[self._turn]
-        for index, slot in enumerate(slots):
-            if slot is None:
-                continue
-            count = slot.position - before[index]
-            for new in range(self.window):
-                if state["kind"][index, new] == 3 and laws[index, count + new].sum() > 0:
-                    state["draft_probs"][index, new] = laws[index, count + new]
+    def step(self) -> None:
+        laws = self.state["draft_probs"].copy()
+        super().step()
+        for image, count in enumerate(self.results["committed"]):
+            for new in range(self.setup.window):
+                if self.state["kind"][image, new] == 3 and laws[image, count + new].sum() > 0:
+                    self.state["draft_probs"][image, new] = laws[image, count + new]
 
 
-class ShiftedCache(Decoder):
+class ShiftedCache(HostLoop):
     """Lengths are off by one."""
 
-    def _first_window(self, index, request, slot):  # type: ignore[no-untyped-def]
-        super()._first_window(index, request, slot)
-        for group in range(self.groups):
-            self._states[self._turn]["length"][group * self.batch + index] += 1
+    def begin(self, image: int, start: Start) -> None:
+        super().begin(image, replace(start, length=start.length + 1))
 
 
 @pytest.mark.parametrize("spoil", [KeepsRejected, KeepsOldLaw, ShiftedCache])
 def test_broken_variants_fail(
-    toy: ImageModel, toy_checkpoint: Path, prompt_rows: tuple[np.ndarray, ...], spoil: type[Decoder]
+    toy: ImageModel, toy_checkpoint: Path, prompt_rows: tuple[np.ndarray, ...], spoil: type[HostLoop]
 ) -> None:
     settings = Settings(coupling=Coupling.MAXIMAL)
     law = exact_law(toy_checkpoint, prompt_rows, settings, GUIDANCE)
