@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from typing import Protocol
+from typing import Any, Protocol
 
 import numpy as np
 
@@ -27,12 +27,15 @@ class Engine(Protocol):
     outputs: dict[str, Binding]
     provider: str  # what really runs it
 
-    def bind(self, inputs: Mapping[str, np.ndarray], outputs: Mapping[str, np.ndarray]) -> Callable[[], None]:
-        """Check the buffers and return a call that reads and writes them in place. Buffers must outlive the call."""
+    def bind(self, inputs: Mapping[str, Any], outputs: Mapping[str, Any]) -> Callable[[], None]:
+        """Check the buffers (NumPy or device arrays) and return a call that reads and writes them in place.
+
+        On a device the call queues the work and returns at once.
+        """
         ...
 
 
-def check_buffers(declared: Mapping[str, Binding], buffers: Mapping[str, np.ndarray], sizes: dict[str, int]) -> None:
+def check_buffers(declared: Mapping[str, Binding], buffers: Mapping[str, Any], sizes: dict[str, int]) -> None:
     """Refuse buffers whose dtype, shape or layout differ from the contract; fills `sizes` with the chosen ones."""
     for name, array in buffers.items():
         if name not in declared:
@@ -40,9 +43,9 @@ def check_buffers(declared: Mapping[str, Binding], buffers: Mapping[str, np.ndar
         binding = declared[name]
         if array.dtype != binding.dtype:
             raise InputError(f"expected {binding.dtype} for {name}, found {array.dtype}")
-        if not array.flags.c_contiguous or not array.flags.aligned:
+        if isinstance(array, np.ndarray) and not (array.flags.c_contiguous and array.flags.aligned):
             raise InputError(f"expected a contiguous buffer for {name}, found strides {array.strides}")
-        if array.ndim != len(binding.shape):
+        if len(array.shape) != len(binding.shape):
             raise InputError(f"expected shape {binding.shape} for {name}, found {array.shape}")
         for size, wanted in zip(array.shape, binding.shape, strict=True):
             expected = wanted if isinstance(wanted, int) else sizes.setdefault(wanted, size)
