@@ -7,7 +7,7 @@ import os
 import tempfile
 import time
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -20,6 +20,7 @@ from engines.nvidia.graph import PRECISIONS, StepSizes, Tail, decoder_copy, load
 from engines.nvidia.network import Parsed, check_contract, check_network, layer_dtypes, let_decompose, parse
 from engines.nvidia.plan import IMAGE_DECODER, PORTABLE, STEP, Card, write_card
 from engines.nvidia.toolchain import Toolchain
+from engines.nvidia.verification import reference_session, verify_image_decoder, verify_step
 
 ROOM = 64  # capacities are multiples of this
 BYTES = {"fp32": 4, "fp16": 2, "bf16": 2}
@@ -63,7 +64,7 @@ def build_step(
     folder: Path,
     *,
     bundle: str,
-    check: Callable[[Parsed, onnx.ModelProto], None] | None = None,
+    verify: bool = False,
     on_progress: Progress | None = None,
 ) -> Card:
     """Build the step's plan into `folder`, with its card and, for a kernel tail, the kernels' PTX.
@@ -74,7 +75,7 @@ def build_step(
         request: what to build.
         folder: the bundle's engines folder.
         bundle: what identifies the bundle.
-        check: called with the parsed network and the graph before it is built, beside our own checks.
+        verify: interpret the parsed network and compare it with ONNX Runtime before it is built.
         on_progress: see Progress.
 
     Raises:
@@ -103,19 +104,27 @@ def build_step(
             register(toolchain.trt)
         parsed = parse(toolchain, model, base)
         check_network(parsed, model)
-        if check:
-            check(parsed, model)
+        verified = _verify_step(parsed, graph, sizes, request, tail, work) if verify else {}
         profiles = [_step_shapes(model, sizes, request, width) for width in ((1, 16), (request.window,))]
         plan, attention, seconds = _build(parsed, request, profiles, on_progress)
         card = _card(toolchain, parsed, request, STEP, plan, attention, seconds, bundle, tail)
         memory = device_memory(sizes, request, len(plan))
-        card = _with(card, device_memory=memory, kernels=write_kernels(folder, card) if tail == Tail.KERNEL else {})
+        kernels = write_kernels(folder, card)
+        fixed = settings_of(request.settings) if tail == Tail.FUNCTION and request.settings else {}
+        card = replace(card, device_memory=memory, kernels=kernels, verified=verified, settings=fixed)
         _write(folder, card, plan)
     return card
 
 
 def build_image_decoder(
-    toolchain: Toolchain, graph: Path, request: Request, folder: Path, *, bundle: str, on_progress: Progress | None = None
+    toolchain: Toolchain,
+    graph: Path,
+    request: Request,
+    folder: Path,
+    *,
+    bundle: str,
+    verify: bool = False,
+    on_progress: Progress | None = None,
 ) -> Card:
     """Build the image decoder's plan into `folder`, with its card."""
     _check_memory(graph, "fp32", request.precision, folder)
@@ -123,14 +132,41 @@ def build_image_decoder(
         model, base = decoder_copy(graph, precision=request.precision, folder=work)
         parsed = parse(toolchain, model, base)
         check_contract(parsed, model)
+        verified = {}
+        if verify:
+            reference = reference_session(load_graph(graph), graph.parent)
+            verified = {"pixels": float(verify_image_decoder(parsed, reference, request.precision))}
         codes = model.graph.input[0]
         tokens = codes.type.tensor_type.shape.dim[1].dim_value
         one, most = (1, tokens), (request.batch, tokens)
         plan, attention, seconds = _build(parsed, request, [{codes.name: (one, one, most)}], on_progress)
         card = _card(toolchain, parsed, request, IMAGE_DECODER, plan, attention, seconds, bundle, None)
-        card = _with(card, device_memory=3 * len(plan))
+        card = replace(card, device_memory=3 * len(plan), verified=verified)
         _write(folder, card, plan)
     return card
+
+
+def _verify_step(
+    parsed: Parsed, graph: Path, sizes: StepSizes, request: Request, tail: Tail, work: Path
+) -> dict[str, float]:
+    if tail == Tail.PLUGIN:
+        raise InputError("expected a tail that can be interpreted, found plugin; verify with --tail kernel")
+    model, base = parsed.model, parsed.path
+    if request.precision == "bf16":  # ONNX Runtime's CPU has no bfloat16 products
+        (work / "reference").mkdir()
+        options: dict[str, Any] = {"capacity": request.capacity, "tail": tail, "settings": request.settings}
+        model, base = step_copy(graph, precision="fp32", folder=work / "reference", **options)
+    agreement = verify_step(
+        parsed,
+        reference_session(model, base.parent),
+        sizes,
+        window=request.window,
+        prompt=min(request.prompt, 16),
+        image_tokens=request.image_tokens,
+        rows=request.rows,
+    )
+    agreement.check(request.precision)
+    return {name: float(f"{error:.2g}") for name, error in agreement.errors.items()}
 
 
 # ---- before ------------------------------------------------------------------------------------------------------
@@ -383,10 +419,9 @@ def _card(
     )
 
 
-def _with(card: Card, **changes: Any) -> Card:
-    from dataclasses import replace
-
-    return replace(card, **changes)
+def settings_of(settings: Settings) -> dict[str, float]:
+    """As JSON carries them: infinity as a large number."""
+    return {name: min(float(value), 3e38) for name, value in vars(settings).items()}
 
 
 def kernels_name(capability: str) -> str:

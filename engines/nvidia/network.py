@@ -23,12 +23,14 @@ REMEDY = "export the bundle again with this version"
 
 @dataclass(frozen=True)
 class Parsed:
-    """A network and what keeps it alive."""
+    """A network, what keeps it alive, and the graph it was parsed from."""
 
     toolchain: Toolchain
     builder: Any
     network: Any
     parser: Any
+    model: onnx.ModelProto
+    path: Path  # what the model's external data is relative to
 
     def layers(self) -> Iterator[Any]:
         """Every layer, cast to its interface where the checks need one."""
@@ -68,7 +70,7 @@ def parse(toolchain: Toolchain, model: onnx.ModelProto, path: Path) -> Parsed:
         told = [parser.get_error(index) for index in range(parser.num_errors)]
         first = " ".join(told[0].desc().split()) if told else "no reason given"
         raise InputError(f"expected a graph that {toolchain.kind.module} {toolchain.version} parses, found: {first}")
-    return Parsed(toolchain, builder, network, parser)
+    return Parsed(toolchain, builder, network, parser, model, path)
 
 
 def check_network(parsed: Parsed, model: onnx.ModelProto) -> None:
@@ -138,7 +140,7 @@ def check_contract(parsed: Parsed, model: onnx.ModelProto) -> None:
             raise InputError(f"expected the {what}s of the graph, found a difference in {', '.join(odd)}; {REMEDY}")
         for name, kind in expected.items():
             tensor = found[name]
-            if tensor.dtype != dtypes[kind.elem_type]:
+            if tensor.dtype != dtypes.get(kind.elem_type):
                 wanted = TensorProto.DataType.Name(kind.elem_type).lower()
                 raise InputError(f"expected {what} {name} of {wanted}, found {tensor.dtype.name.lower()}; {REMEDY}")
             sizes = [dim.dim_value if dim.HasField("dim_value") else -1 for dim in kind.shape.dim]

@@ -44,6 +44,8 @@ class Card:
     attention: str  # "fused", "decomposed" or "none"
     tf32: bool
     seconds: float  # that the build took
+    settings: dict[str, float] = field(default_factory=dict)  # of the preset, fixed in a function tail
+    verified: dict[str, float] = field(default_factory=dict)  # output -> error against ONNX Runtime, if verified
     layer_dtypes: dict[str, dict[str, int]] = field(default_factory=dict)  # of the parsed network
     kernels: dict[str, str] = field(default_factory=dict)  # compute capability -> SHA-256 of its PTX file
     versions: dict[str, str] = field(default_factory=dict)
@@ -73,6 +75,7 @@ class Wanted:
     prompt: int
     rows: int
     precision: str | None = None
+    settings: dict[str, float] = field(default_factory=dict)
 
 
 def write_card(folder: Path, card: Card) -> Path:
@@ -125,6 +128,11 @@ def unfit(card: Card, wanted: Wanted) -> str | None:
         (card.bundle == wanted.bundle, "a plan of this bundle", "one of another"),
         (wanted.precision in (None, card.precision), f"a plan of precision {wanted.precision}", f"one of {card.precision}"),
         (card.window == wanted.window, f"a plan for a window of {wanted.window}", f"one for {card.window}"),
+        (
+            card.tail != "function" or card.settings == wanted.settings,
+            "a plan that takes these settings",
+            f"one with those of {card.preset} fixed",
+        ),
         (card.prompt >= wanted.prompt, f"a plan for prompts of {wanted.prompt} ids", f"one for up to {card.prompt}"),
         (card.rows >= wanted.rows, f"a plan for {wanted.rows} rows", f"one for up to {card.rows}"),
         (

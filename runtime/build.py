@@ -1,0 +1,114 @@
+"""`csd build`: a bundle's engines, built into the bundle."""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING, Any
+
+from csd_ops.errors import InputError, MachineError
+from runtime.bundle import IMAGE_DECODER, STEP, WEIGHTS, Bundle
+from runtime.presets import find_preset
+
+if TYPE_CHECKING:
+    from engines.nvidia.plan import Card
+
+PROMPT = 64  # ids that a plan takes unless asked for more; the bundle's longest prompt if that is shorter
+
+
+def bundle_identity(bundle: Bundle) -> str:
+    """What ties a plan to its bundle: the digest of the graphs' and weights' digests."""
+    names = [name for name in sorted(bundle.files) if name.startswith((STEP, WEIGHTS, IMAGE_DECODER))]
+    return hashlib.sha256("".join(bundle.files[name]["sha256"] for name in names).encode()).hexdigest()
+
+
+def build_engines(
+    bundle: Bundle,
+    *,
+    target: str = "auto",
+    precision: str | None = None,
+    window: int | None = None,
+    batch: int = 1,
+    prompt: int | None = None,
+    guidance: bool = True,
+    tail: str | None = None,
+    preset: str | None = None,
+    tf32: bool = False,
+    compute_capabilities: Sequence[str] = (),
+    verify: bool = False,
+    on_progress: Callable[[str, str, int, int], None] | None = None,
+) -> list[Card]:
+    """Build the plans of the step and of the image decoder into `engines/` of the bundle.
+
+    Args:
+        bundle: an opened bundle.
+        target: "tensorrt", "rtx" or "auto".
+        precision: fp32, fp16 or bf16; None: the bundle's if that is half precision, else fp16.
+        window: W; None: the preset's.
+        batch: most pictures decoded together.
+        prompt: longest prompt in ids; None: 64, or the model's longest if that is less.
+        guidance: off for pictures without guidance only: half the rows.
+        tail: "plugin", "kernel" or "function"; None: plugin where the target has plugins, else kernel.
+        preset: gives the window, and the settings of a function tail; None: the bundle's recommended one.
+        tf32: let TensorRT round float32 products to TF32.
+        compute_capabilities: GPUs to build for, TensorRT-RTX only; none: one plan for all of them.
+        verify: interpret what the parser made of the graphs and compare it with ONNX Runtime.
+        on_progress: called with (plan, phase, steps done, steps in all).
+
+    Raises:
+        InputError, MachineError: one sentence for what cannot be built as asked.
+    """
+    try:
+        import onnx  # noqa: F401 - said here, before the modules that need it
+    except ImportError:
+        raise MachineError("expected onnx to build engines, found none; install `csd-toolkit[rtx]`") from None
+    from engines.nvidia.builder import Request, build_image_decoder, build_step
+    from engines.nvidia.graph import PRECISIONS, Tail
+    from engines.nvidia.plan import FOLDER, IMAGE_DECODER as DECODER, STEP as STEP_PLAN
+    from engines.nvidia.toolchain import find_toolchain
+
+    manifest = bundle.manifest
+    precision = precision or (manifest.precision if manifest.precision in ("fp16", "bf16") else "fp16")
+    if precision not in PRECISIONS:
+        raise InputError(f"expected precision of {', '.join(PRECISIONS)}, found {precision!r}; choose one of them")
+    if tail is not None and tail not in set(Tail):
+        raise InputError(f"expected tail of {', '.join(Tail)}, found {tail!r}; choose one of them")
+    recommended = manifest.recommended
+    chosen = find_preset(preset or str(recommended.get("preset", "csd")), manifest.family)
+    window = window or chosen.window
+    longest = min(prompt or PROMPT, manifest.max_prompt)
+    for name, value, most in (("window", window, manifest.max_window), ("prompt", prompt or 1, manifest.max_prompt)):
+        if not 1 <= value <= most:
+            raise InputError(f"expected {name} from 1 to {most}, found {value}; choose one inside")
+    if batch < 1:
+        raise InputError(f"expected batch of at least 1, found {batch}; choose a larger one")
+    toolchain = find_toolchain(target)
+    settings = chosen.settings(
+        temperature=float(recommended.get("temperature", 1.0)),
+        top_k=int(recommended.get("top_k", 0)),
+        top_p=float(recommended.get("top_p", 1.0)),
+    )
+    request = Request(
+        precision=precision,
+        window=window,
+        prompt=longest,
+        image_tokens=manifest.image_tokens,
+        batch=batch,
+        groups=2 if guidance else 1,
+        tail=Tail(tail) if tail else None,
+        preset=chosen.name,
+        settings=settings if tail == Tail.FUNCTION else None,
+        tf32=tf32,
+        compute_capabilities=tuple(compute_capabilities),
+    )
+
+    def progress(plan: str) -> Any:
+        return (lambda *phase: on_progress(plan, *phase)) if on_progress else None
+
+    options = {"bundle": bundle_identity(bundle), "verify": verify}
+    folder = bundle.folder / FOLDER
+    step = build_step(toolchain, bundle.path(STEP), request, folder, on_progress=progress(STEP_PLAN), **options)
+    decoder = build_image_decoder(
+        toolchain, bundle.path(IMAGE_DECODER), request, folder, on_progress=progress(DECODER), **options
+    )
+    return [step, decoder]
