@@ -100,8 +100,10 @@ def build_step(
         )
         if tail == Tail.PLUGIN:
             from csd_ops.plugin import register
+            from engines.nvidia.device import describe_gpu
 
-            register(toolchain.trt)
+            major, minor = describe_gpu().compute_capability
+            register(toolchain.trt, compile_kernels(10 * major + minor)[0])
         parsed = parse(toolchain, model, base)
         check_network(parsed, model)
         verified = _verify_step(parsed, graph, sizes, request, tail, work) if verify else {}

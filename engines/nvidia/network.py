@@ -64,7 +64,9 @@ def parse(toolchain: Toolchain, model: onnx.ModelProto, path: Path) -> Parsed:
     trt = toolchain.trt
     toolchain.logger.errors.clear()
     builder = trt.Builder(toolchain.logger)
-    network = builder.create_network(1 << int(trt.NetworkDefinitionCreationFlag.STRONGLY_TYPED))
+    flags = trt.NetworkDefinitionCreationFlag.__members__
+    wanted = ("STRONGLY_TYPED", "PREFER_AOT_PYTHON_PLUGINS")  # TensorRT-RTX has no plugins and not the second flag
+    network = builder.create_network(sum(1 << int(flags[name]) for name in wanted if name in flags))
     parser = trt.OnnxParser(network, toolchain.logger)
     if not parser.parse(model.SerializeToString(), str(path)):
         told = [parser.get_error(index) for index in range(parser.num_errors)]
