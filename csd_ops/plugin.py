@@ -1,7 +1,7 @@
-"""The TensorRT backend: csd::Verify and csd::Advance as quickly deployable plugins with an ahead-of-time implementation.
+"""The TensorRT backend: csd::Verify and csd::Advance as quickly deployable plugins, implemented ahead of time.
 
-The kernels' PTX goes into the engine; at run time there is no Python, no compiler and no library of ours. TensorRT hands
-a kernel its tensors, int32 expressions of their shapes, and its outputs, in this order: the order of csd_ops.kernels.
+The kernels' PTX goes into the engine; at run time there is no Python, no compiler and no library of ours. TensorRT
+hands a kernel its tensors, int32 expressions of their shapes, and its outputs, in this order, that of csd_ops.kernels.
 All numbers of a rule are tensors, so one engine serves every preset.
 """
 
@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import importlib
 import inspect
+import types
 from typing import Any
 
 from csd_ops.contract import DOMAIN
@@ -93,7 +94,7 @@ def _describe(trt: Any, plugins: Any, kernel: Kernel) -> Any:
             for dtype, shape in kernel.outputs.values()
         )
 
-    returned = tuple[(plugins.TensorDesc,) * len(kernel.outputs)]
+    returned = types.GenericAlias(tuple, (plugins.TensorDesc,) * len(kernel.outputs))
     return _signature(describe, list(kernel.inputs), plugins.TensorDesc, [], returned)
 
 
@@ -110,5 +111,5 @@ def _implement(plugins: Any, kernel: Kernel, code: bytes) -> Any:
             scalars[index] = plugins.SymInt32(_expression(size, sizes))
         return kernel.name, code, launch, scalars
 
-    returned = tuple[str, bytes, plugins.KernelLaunchParams, plugins.SymIntExprs]
+    returned = types.GenericAlias(tuple, (str, bytes, plugins.KernelLaunchParams, plugins.SymIntExprs))
     return _signature(implement, list(kernel.inputs), plugins.TensorDesc, ["outputs", "tactic"], returned)

@@ -1,4 +1,4 @@
-"""ONNX Runtime: the engine that works everywhere. CPU here; buffers are NumPy arrays bound in place."""
+"""ONNX Runtime: the engine that works everywhere. NumPy buffers on the CPU, device arrays on CUDA, bound in place."""
 
 from __future__ import annotations
 
@@ -18,6 +18,7 @@ _DTYPES = {
     "tensor(uint8)": np.uint8,
     "tensor(bool)": np.bool_,
 }
+CPU, CUDA = "CPUExecutionProvider", "CUDAExecutionProvider"
 
 
 def _onnxruntime() -> Any:
@@ -31,38 +32,65 @@ def _onnxruntime() -> Any:
 
 
 class OnnxRuntimeEngine:
-    """A graph file opened with ONNX Runtime.
+    """A graph opened with ONNX Runtime.
 
     Args:
-        path: an .onnx file; external weights lie beside it.
+        graph: an .onnx file, external weights beside it; or a serialised graph.
+        weights: folder of a serialised graph's external weights.
         threads: threads of one operator; None: all cores that this process may use.
         spinning: busy waiting between operators; faster alone on a machine, slower on shared cores.
+        stream: run on CUDA, on this stream, and return from a call before it is done; None: on the CPU.
     """
 
-    def __init__(self, path: str | os.PathLike[str], *, threads: int | None = None, spinning: bool = False) -> None:
+    def __init__(
+        self,
+        graph: str | os.PathLike[str] | bytes,
+        *,
+        weights: str | os.PathLike[str] | None = None,
+        threads: int | None = None,
+        spinning: bool = False,
+        stream: int | None = None,
+    ) -> None:
         onnxruntime = _onnxruntime()
         options = onnxruntime.SessionOptions()
         options.intra_op_num_threads = threads or len(os.sched_getaffinity(0))
         options.add_session_config_entry("session.intra_op.allow_spinning", "1" if spinning else "0")
         options.log_severity_level = 3
+        if weights is not None:
+            options.add_session_config_entry("session.model_external_initializers_file_folder_path", os.fspath(weights))
+        providers: list[Any] = [CPU]
+        if stream is not None:
+            if CUDA not in onnxruntime.get_available_providers():
+                raise MachineError(
+                    f"expected ONNX Runtime with {CUDA}, found {', '.join(onnxruntime.get_available_providers())}; "
+                    "install `csd-toolkit[gpu]` instead of `[cpu]`"
+                )
+            options.add_session_config_entry("session.disable_cpu_ep_fallback", "1")
+            providers = [(CUDA, {"user_compute_stream": str(stream), "has_user_compute_stream": "1"})]
         try:
             self._session = onnxruntime.InferenceSession(
-                os.fspath(path), sess_options=options, providers=["CPUExecutionProvider"]
+                graph if isinstance(graph, bytes) else os.fspath(graph), sess_options=options, providers=providers
             )
         except Exception as error:  # ONNX Runtime raises a family of its own without a common public base
             first = str(error).splitlines()[0]
-            raise InputError(f"expected a graph that ONNX Runtime opens at {path}, found: {first}") from None
+            where = f"of {len(graph)} bytes" if isinstance(graph, bytes) else f"at {os.fspath(graph)}"
+            raise InputError(f"expected a graph that ONNX Runtime opens {where}, found: {first}") from None
+        self._run_options = None
+        if stream is not None:
+            self._run_options = onnxruntime.RunOptions()
+            self._run_options.add_run_config_entry("disable_synchronize_execution_providers", "1")
+        self._memory = "cpu" if stream is None else "cuda"
         self.provider: str = self._session.get_providers()[0]
         self.threads: int = options.intra_op_num_threads
         self.version: str = onnxruntime.__version__
         self.inputs = {value.name: _binding(value) for value in self._session.get_inputs()}
         self.outputs = {value.name: _binding(value) for value in self._session.get_outputs()}
 
-    def bind(self, inputs: Mapping[str, np.ndarray], outputs: Mapping[str, np.ndarray]) -> Callable[[], None]:
-        """Check and bind NumPy buffers; an input and an output may be the same array (the caches are).
+    def bind(self, inputs: Mapping[str, Any], outputs: Mapping[str, Any]) -> Callable[[], None]:
+        """Check and bind buffers; an input and an output may be the same one (the caches are).
 
         All inputs must be given; outputs not given are not computed into a buffer. The returned call allocates
-        nothing here and keeps the arrays alive.
+        nothing here and keeps the buffers alive.
         """
         missing = self.inputs.keys() - inputs.keys()
         if missing:
@@ -71,15 +99,15 @@ class OnnxRuntimeEngine:
         check_buffers(self.inputs, inputs, sizes)
         check_buffers(self.outputs, outputs, sizes)
         binding = self._session.io_binding()
-        for name, array in inputs.items():
-            binding.bind_input(name, "cpu", 0, array.dtype, array.shape, array.ctypes.data)
-        for name, array in outputs.items():
-            binding.bind_output(name, "cpu", 0, array.dtype, array.shape, array.ctypes.data)
-        run = self._session.run_with_iobinding
+        for bind, buffers in ((binding.bind_input, inputs), (binding.bind_output, outputs)):
+            for name, array in buffers.items():
+                address = array.ctypes.data if isinstance(array, np.ndarray) else array.address
+                bind(name, self._memory, 0, array.dtype.type, array.shape, address)
+        run, run_options = self._session.run_with_iobinding, self._run_options
         alive = (inputs, outputs)
 
         def call(_alive: object = alive) -> None:
-            run(binding)
+            run(binding, run_options)
 
         return call
 

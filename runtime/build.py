@@ -64,7 +64,9 @@ def build_engines(
         raise MachineError("expected onnx to build engines, found none; install `csd-toolkit[rtx]`") from None
     from engines.nvidia.builder import Request, build_image_decoder, build_step
     from engines.nvidia.graph import PRECISIONS, Tail
-    from engines.nvidia.plan import FOLDER, IMAGE_DECODER as DECODER, STEP as STEP_PLAN
+    from engines.nvidia.plan import FOLDER
+    from engines.nvidia.plan import IMAGE_DECODER as DECODER
+    from engines.nvidia.plan import STEP as STEP_PLAN
     from engines.nvidia.toolchain import find_toolchain
 
     manifest = bundle.manifest
@@ -105,10 +107,60 @@ def build_engines(
     def progress(plan: str) -> Any:
         return (lambda *phase: on_progress(plan, *phase)) if on_progress else None
 
-    options = {"bundle": bundle_identity(bundle), "verify": verify}
+    options: dict[str, Any] = {"bundle": bundle_identity(bundle), "verify": verify}
     folder = bundle.folder / FOLDER
     step = build_step(toolchain, bundle.path(STEP), request, folder, on_progress=progress(STEP_PLAN), **options)
     decoder = build_image_decoder(
         toolchain, bundle.path(IMAGE_DECODER), request, folder, on_progress=progress(DECODER), **options
     )
     return [step, decoder]
+
+
+def needed_memory(bundle: Bundle, precision: str | None = None) -> str:
+    """What a build takes, said before it starts."""
+    from engines.nvidia.builder import BUILD_FACTOR, BYTES, free_memory
+
+    manifest = bundle.manifest
+    chosen = precision or (manifest.precision if manifest.precision in ("fp16", "bf16") else "fp16")
+    stored = int(bundle.files.get(WEIGHTS, {"size": 0})["size"])
+    weights = stored * BYTES.get(chosen, 4) // BYTES.get(manifest.precision, 4)
+    free = free_memory()
+    found = f", {free / 1e9:.1f} GB are free" if free is not None else ""
+    return (
+        f"building {manifest.name} in {chosen}: {weights / 1e9:.3f} GB of weights, about "
+        f"{BUILD_FACTOR * weights / 1e9:.2f} GB of memory{found}"
+    )
+
+
+def describe(card: Card) -> Any:
+    """The card as a table: what was really built and what it is valid for."""
+    from rich.table import Table
+
+    floats = ("float", "half", "bf16")
+    shares = {kind: sum(counts.get(kind, 0) for counts in card.layer_dtypes.values()) for kind in floats}
+    total = max(sum(shares.values()), 1)
+    products = card.layer_dtypes.get("matrix_multiply", {}) | card.layer_dtypes.get("convolution", {})
+    table = Table(title=f"{card.name}.plan", show_header=False, title_justify="left")
+    rows = {
+        "valid for": f"{card.target} {card.version}, GPU {card.compute_capability}",
+        "size": f"{card.plan_size / 1e6:.1f} MB in {card.seconds:.1f} s; running takes about "
+        f"{card.device_memory / 1e6:.0f} MB of GPU memory",
+        "float layers": ", ".join(f"{kind} {count / total:.0%}" for kind, count in shares.items() if count),
+        "products": ", ".join(f"{count} in {kind}" for kind, count in products.items()),
+        "TF32": "allowed" if card.tf32 else "off",
+    }
+    if card.what == "step":
+        tail = f"{card.tail}, settings of {card.preset} fixed" if card.preset else card.tail
+        rows |= {
+            "attention": card.attention,
+            "tail": tail,
+            "profiles": f"prompts up to {card.prompt} ids, windows of {card.window}; {card.batch} pictures, "
+            f"{card.rows} rows, capacity {card.capacity}",
+        }
+    if card.verified:
+        worst = max(card.verified.items(), key=lambda entry: entry[1])
+        unit = "levels of 255" if card.what != "step" else "of the largest value"
+        rows["verified"] = f"worst {worst[0]}, {worst[1]:g} {unit}, against ONNX Runtime"
+    for name, value in rows.items():
+        table.add_row(name, value)
+    return table

@@ -80,6 +80,9 @@ def generate(
         typer.Option("--map", help="Also draw where tokens were accepted, entropy and distortion."),
     ] = None,
     json_: Annotated[bool, typer.Option("--json", help="Print the closing figures as one JSON object.")] = False,
+    engine: Annotated[
+        str, typer.Option(help="cpu, tensorrt, rtx, cuda, or auto: a plan that fits this GPU, else cpu.")
+    ] = "auto",
     threads: Annotated[int | None, typer.Option(help="Threads; without it all cores.", min=1)] = None,
     spin: Annotated[bool, typer.Option("--spin", help="Wait busily between operators: for cores of your own.")] = False,
 ) -> None:
@@ -92,7 +95,7 @@ def generate(
     maps = _numbered(map_, number) if map_ else []
     for path in (*files, *maps):
         check_picture(path)
-    model = ImageModel.open(bundle, threads=threads, spinning=spin)
+    model = ImageModel.open(bundle, engine=engine, threads=threads, spinning=spin)
     with progress_bar("drawing", quiet=json_) as on_progress:
         result = model.generate(
             prompts,
@@ -126,7 +129,8 @@ def closing_line(result: Generation) -> str:
     return (
         f"{pictures}{result.tokens} tokens in {result.forward_passes} forward passes "
         f"({result.tokens_per_pass:.2f} tokens per pass), {result.seconds:.2f} s, {exact}; "
-        f"{result.preset.name}, window {result.preset.window}, {result.provider}, {result.threads} threads"
+        f"{result.preset.name}, window {result.preset.window}, {result.provider}"
+        + (f", {result.threads} threads" if result.threads else "")
     )
 
 
@@ -266,6 +270,71 @@ def export_command(
     from export.command import run
 
     run(checkpoint, output, precision, console)
+
+
+@app.command("build")
+def build_command(
+    bundle: Annotated[Path, typer.Argument(help="Bundle folder; the engines go into it.")],
+    target: Annotated[str, typer.Option(help="tensorrt, rtx or auto: what is installed.")] = "auto",
+    precision: Annotated[str | None, typer.Option(help="fp32, fp16 or bf16; without it half precision.")] = None,
+    window: Annotated[int | None, typer.Option(help="Tokens per forward pass; without it the preset's.")] = None,
+    batch: Annotated[int, typer.Option(help="Most pictures decoded together.")] = 1,
+    prompt: Annotated[int | None, typer.Option(help="Longest prompt, ids; without it 64.")] = None,
+    guidance: Annotated[bool, typer.Option(help="Off: for pictures without guidance only.")] = True,
+    tail: Annotated[
+        str | None, typer.Option(help="plugin, kernel or function; without it plugin, or kernel on RTX.")
+    ] = None,
+    preset: Annotated[str | None, typer.Option(help="Gives the window, and a function tail's settings.")] = None,
+    tf32: Annotated[bool, typer.Option("--tf32", help="Let float32 products be rounded to TF32.")] = False,
+    compute_capability: Annotated[
+        list[str] | None, typer.Option(help="RTX: a GPU to build for, such as 8.9; without it one plan for all.")
+    ] = None,
+    verify: Annotated[
+        bool, typer.Option("--verify", help="Interpret what the parser made of the graphs and compare it.")
+    ] = False,
+) -> None:
+    """Build TensorRT engines from a bundle, into it. TensorRT-RTX builds without a GPU."""
+    from runtime.build import build_engines, describe, needed_memory
+    from runtime.bundle import open_bundle
+
+    opened = open_bundle(bundle)
+    console.print(needed_memory(opened, precision), soft_wrap=True, markup=False)
+    with phases("build") as on_progress:
+        cards = build_engines(
+            opened,
+            target=target,
+            precision=precision,
+            window=window,
+            batch=batch,
+            prompt=prompt,
+            guidance=guidance,
+            tail=tail,
+            preset=preset,
+            tf32=tf32,
+            compute_capabilities=compute_capability or (),
+            verify=verify,
+            on_progress=on_progress,
+        )
+    for card in cards:
+        Console(highlight=False).print(describe(card), markup=False)
+
+
+@contextmanager
+def phases(label: str) -> Iterator[Callable[[str, str, int, int], None] | None]:
+    """Bars of a build: what is built and its phase, with the time it took so far."""
+    if not console.is_terminal:
+        yield None
+        return
+    from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
+
+    columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
+    with Progress(*columns, console=console, transient=True) as bars:
+        task = bars.add_task(label, total=None)
+
+        def show(plan: str, phase: str, done: int, total: int) -> None:
+            bars.update(task, description=f"{plan.replace('_', ' ')}: {phase.lower()}", completed=done, total=total)
+
+        yield show
 
 
 @app.command("sweep")

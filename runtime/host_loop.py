@@ -61,6 +61,7 @@ class HostLoop:
         return self.states[self.turn]
 
     def rest(self) -> None:
+        """Every position at the end of its image."""
         for array in self.state.values():
             array.fill(0)
         self.state["position"].fill(self.setup.manifest.image_tokens)
@@ -86,6 +87,7 @@ class HostLoop:
         self.passes += 1
 
     def begin(self, image: int, start: Start) -> None:
+        """Put a picture's first window into the state that the next pass reads."""
         state, tokens = self.state, self.setup.manifest.image_tokens
         for group in range(self.setup.groups):
             row = group * self.setup.batch + image
@@ -95,8 +97,9 @@ class HostLoop:
         state["history_probs"][image] = 1.0 / self.setup.manifest.image_vocabulary
         state["history_ids"][image] = 0
         self._starts[image] = start
-        integers = (np.zeros(tokens, np.int64) for _ in range(4))
-        self._pictures[image] = Decoded(0, *integers, np.zeros((tokens, len(MEASURES)), np.float32))
+        ids, pass_of, kind, draft = np.zeros((4, tokens), np.int64)
+        measures = np.zeros((tokens, len(MEASURES)), np.float32)
+        self._pictures[image] = Decoded(0, ids, pass_of, kind, draft, measures)
         self._lay_out_noise(image, start, 0, 0)
 
     def _lay_out_noise(self, image: int, start: Start, done: int, position: int) -> None:
@@ -105,6 +108,7 @@ class HostLoop:
             self.controls["gumbel"][image] = start.gumbels[position : position + self.setup.window]
 
     def step(self) -> None:
+        """Call the engine once and note what it decided."""
         state = self.state
         self._steps[self.turn]()
         self.passes += 1
@@ -129,10 +133,12 @@ class HostLoop:
         picture.passes += 1
 
     def positions(self) -> list[tuple[int, np.ndarray]]:
+        """The passes since the last call, all of them."""
         told, self._told = self._told, []
         return told
 
     def picture(self, image: int) -> Decoded:
+        """Hand over a finished picture."""
         picture = self._pictures[image]
         assert picture is not None
         self._pictures[image] = None

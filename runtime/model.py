@@ -12,11 +12,9 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from csd_ops.errors import InputError
-from engines.onnx_runtime import OnnxRuntimeEngine
-from engines.protocol import Engine
-from runtime.bundle import IMAGE_DECODER, STEP, Bundle, open_bundle
+from runtime.backends import Backend, open_backend
+from runtime.bundle import Bundle, open_bundle
 from runtime.decoder import Decoded, Decoder, Request, Setup
-from runtime.host_loop import HostLoop
 from runtime.presets import Preset, adjust, find_preset
 from runtime.prompt import PromptEncoder
 
@@ -107,33 +105,33 @@ class ImageModel:
     """
 
     bundle: Bundle
+    engine: str = "auto"
     threads: int | None = None
     spinning: bool = False
+    backend: Backend = field(init=False)
     _encoder: PromptEncoder = field(init=False)
-    _step: Engine = field(init=False)
-    _image_decoder: Engine = field(init=False)
 
     @classmethod
     def open(
         cls,
         folder: str | os.PathLike[str] | None = None,
         *,
+        engine: str = "auto",
         threads: int | None = None,
         spinning: bool = False,
         verify: bool = True,
     ) -> ImageModel:
         """Open a bundle (None: the demo model shipped with the package). InputError when it is not whole.
 
-        `threads` None takes all cores; `spinning` threads wait busily between operators: faster where nothing else
-        wants the cores. `verify` off skips the checksums.
+        `engine` is cpu, tensorrt, rtx, cuda or auto (a plan of the bundle that fits this machine's GPU, else cpu).
+        On the CPU, `threads` None takes all cores; `spinning` threads wait busily between operators: faster where
+        nothing else wants the cores. `verify` off skips the checksums.
         """
-        return cls(open_bundle(DEMO if folder is None else folder, verify=verify), threads, spinning)
+        return cls(open_bundle(DEMO if folder is None else folder, verify=verify), engine, threads, spinning)
 
     def __post_init__(self) -> None:
         self._encoder = PromptEncoder(self.bundle)
-        options: Any = {"threads": self.threads, "spinning": self.spinning}
-        self._step = OnnxRuntimeEngine(self.bundle.path(STEP), **options)
-        self._image_decoder = OnnxRuntimeEngine(self.bundle.path(IMAGE_DECODER), **options)
+        self.backend = open_backend(self.engine, self.bundle, threads=self.threads, spinning=self.spinning)
 
     def preset(self, name: str | None = None, **changes: Any) -> Preset:
         """The preset of that name (None: the one this bundle recommends) with other numbers where given."""
@@ -204,7 +202,8 @@ class ImageModel:
             min(batch, len(requests)),
             max(len(row) for request in requests for row in request.rows),
         )
-        loop = HostLoop(self._step, setup)
+        loop = self.backend.loop(setup)
+        before = loop.passes
         decoder = Decoder(setup, loop)
         decoded = decoder.decode(requests, _total(on_progress, len(texts), self.bundle.manifest.image_tokens))
         pixels = self.decode_image(np.stack([entry.tokens for entry in decoded]))
@@ -215,20 +214,14 @@ class ImageModel:
             preset=chosen,
             guidance=None if guidance == 1 else guidance,
             seconds=time.perf_counter() - began,
-            engine_calls=loop.passes,
-            provider=self._step.provider,
-            threads=getattr(self._step, "threads", 0),
+            engine_calls=loop.passes - before,
+            provider=self.backend.provider,
+            threads=self.backend.threads,
         )
 
     def decode_image(self, tokens: np.ndarray) -> np.ndarray:
         """Image tokens int64 [n, N] to pixels uint8 [n, height, width, 3]."""
-        manifest = self.bundle.manifest
-        pixels = np.empty((len(tokens), manifest.height, manifest.width, 3), np.uint8)
-        codes = np.ascontiguousarray(tokens, np.int64)
-        (source,), (target,) = self._image_decoder.inputs, self._image_decoder.outputs
-        for index in range(len(tokens)):
-            self._image_decoder.bind({source: codes[index : index + 1]}, {target: pixels[index : index + 1]})()
-        return pixels
+        return self.backend.decode_image(tokens)
 
 
 def _total(

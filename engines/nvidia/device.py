@@ -297,5 +297,5 @@ def _as_numpy(buffer: Any, dtype: np.dtype, shape: tuple[int, ...]) -> np.ndarra
     import ctypes
 
     size = prod(shape) * dtype.itemsize
-    raw = (ctypes.c_char * size).from_address(int(buffer.handle))
+    raw: Any = (ctypes.c_char * size).from_address(int(buffer.handle))
     return np.frombuffer(raw, dtype).reshape(shape)

@@ -238,7 +238,7 @@ def _float_tensors(model: onnx.ModelProto) -> set[str]:
 
 
 def _write_weights(model: onnx.ModelProto, path: Path, changed: set[str], target: int, folder: Path) -> Path:
-    """Convert the changed weights one by one into a file of their own in `folder`; the others are read into the model."""
+    """Convert the changed weights one by one into a file in `folder`; the others are read into the model."""
     written = folder / f"{path.stem}.weights"
     dtype = helper.tensor_dtype_to_np_dtype(target)
     with written.open("wb") as file:
@@ -252,7 +252,7 @@ def _write_weights(model: onnx.ModelProto, path: Path, changed: set[str], target
             values = numpy_helper.to_array(tensor).astype(np.float32).astype(dtype)
             tensor.data_type = target
             for field in ("float_data", "int32_data", "raw_data"):
-                tensor.ClearField(field)  # type: ignore[arg-type]
+                tensor.ClearField(field)
             _refer(tensor, written.name, file.tell(), values.nbytes)
             file.write(values.tobytes())
     return folder / path.name

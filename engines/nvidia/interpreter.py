@@ -57,9 +57,7 @@ def interpret(
                 )
             interface, run = LAYERS[kind]
             layer.__class__ = getattr(trt, interface)
-            names = [
-                tensor.name if (tensor := layer.get_input(i)) is not None else "" for i in range(layer.num_inputs)
-            ]
+            names = [tensor.name if (tensor := layer.get_input(i)) is not None else "" for i in range(layer.num_inputs)]
             given = [values[name] if name else np.empty(0) for name in names]
             if kind in ("CONSTANT", "CONVOLUTION") and layer.get_output(0).dtype == trt.bfloat16:
                 given = _halves(parsed, layer, given)
@@ -232,7 +230,8 @@ def _fill(layer: Any, given: list[Array]) -> Array:
 def _one_hot(layer: Any, given: list[Array]) -> Array:
     index, (off, on), depth = given[0], given[1].reshape(-1), int(given[2])
     axis = layer.axis if layer.axis >= 0 else index.ndim + 1 + layer.axis
-    hot = np.expand_dims(index, axis) == np.arange(depth).reshape([-1 if i == axis else 1 for i in range(index.ndim + 1)])
+    places = np.arange(depth).reshape([-1 if i == axis else 1 for i in range(index.ndim + 1)])
+    hot = np.expand_dims(index, axis) == places
     return np.where(hot, on, off)
 
 
@@ -318,7 +317,8 @@ def _axes(mask: int) -> tuple[int, ...]:
 
 
 def _reduce(layer: Any, given: list[Array]) -> Array:
-    run = {"SUM": np.sum, "PROD": np.prod, "MAX": np.max, "MIN": np.min, "AVG": np.mean}[layer.op.name]
+    runs: dict[str, Any] = {"SUM": np.sum, "PROD": np.prod, "MAX": np.max, "MIN": np.min, "AVG": np.mean}
+    run = runs[layer.op.name]
     return np.asarray(run(_f(given[0]), axis=_axes(layer.axes), keepdims=layer.keep_dims))
 
 
@@ -405,7 +405,12 @@ def _resize(layer: Any, given: list[Array]) -> Array:
     else:
         sizes = static
     how, rounding = layer.coordinate_transformation.name, layer.nearest_rounding.name
-    rounds = {"FLOOR": np.floor, "CEIL": np.ceil, "HALF_DOWN": lambda x: np.ceil(x - 0.5), "HALF_UP": lambda x: np.floor(x + 0.5)}
+    rounds: dict[str, Callable[[Array], Array]] = {
+        "FLOOR": np.floor,
+        "CEIL": np.ceil,
+        "HALF_DOWN": lambda x: np.ceil(x - 0.5),
+        "HALF_UP": lambda x: np.floor(x + 0.5),
+    }
     for axis, (old, new) in enumerate(zip(value.shape, sizes, strict=True)):
         if old == new:
             continue
@@ -442,7 +447,9 @@ def _cache_update(layer: Any, given: list[Array]) -> Array:
     cache, update, index = given[0].copy(), given[1], given[2]
     for row, start in enumerate(index):
         if start < 0 or start + update.shape[2] > cache.shape[2]:
-            raise InputError(f"expected writes inside the cache of {cache.shape[2]} slots, found {start} in {layer.name}")
+            raise InputError(
+                f"expected writes inside the cache of {cache.shape[2]} slots, found {start} in {layer.name}"
+            )
         cache[row, :, start : start + update.shape[2]] = update[row]
     return cache
 

@@ -97,7 +97,7 @@ def read_card(path: Path) -> Card:
     if not isinstance(document, dict) or document.get("schema") != SCHEMA:
         found = document.get("schema") if isinstance(document, dict) else type(document).__name__
         raise InputError(f"expected a plan's card of schema {SCHEMA} in {path}, found {found!r}; {remedy}")
-    kinds = {"str": str, "int": int, "bool": bool, "float": (int, float)}
+    kinds: dict[str, Any] = {"str": str, "int": int, "bool": bool, "float": (int, float)}
     values: dict[str, Any] = {}
     for entry in fields(Card):
         value = document.get(entry.name)
@@ -126,7 +126,11 @@ def unfit(card: Card, wanted: Wanted) -> str | None:
         (card.version == wanted.version, f"a plan of {card.target} {wanted.version}", f"one of {card.version}"),
         (fits_gpu, f"a plan for compute capability {gpu}", f"one for {card.compute_capability}"),
         (card.bundle == wanted.bundle, "a plan of this bundle", "one of another"),
-        (wanted.precision in (None, card.precision), f"a plan of precision {wanted.precision}", f"one of {card.precision}"),
+        (
+            wanted.precision in (None, card.precision),
+            f"a plan of precision {wanted.precision}",
+            f"one of {card.precision}",
+        ),
         (card.window == wanted.window, f"a plan for a window of {wanted.window}", f"one for {card.window}"),
         (
             card.tail != "function" or card.settings == wanted.settings,

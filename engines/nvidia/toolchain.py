@@ -1,4 +1,4 @@
-"""Which of NVIDIA's two builders is here: `tensorrt` (data-centre GPUs, plugins) or `tensorrt_rtx` (RTX GPUs, no plugins).
+"""Which of NVIDIA's two builders is here: `tensorrt` (data-centre GPUs, plugins) or `tensorrt_rtx` (RTX, no plugins).
 
 Both have the same Python interface; what differs is data, in the table below.
 """

@@ -146,6 +146,17 @@ print("clean")
 """
 
 
+OVERRUN = """
+import numpy as np
+from csd_ops.kernels import RECORD
+from tests.csd_ops.host_kernels import launch
+sizes = dict(B=1, W=3, V=4, I=10, P=5, N=1, R=1)
+arrays = {n: np.zeros(RECORD.shapes(sizes)[n], d) for n, (d, _) in (RECORD.inputs | RECORD.outputs).items()}
+arrays["committed"][:], arrays["position"][:] = 3, 9
+launch(RECORD, arrays, sizes)
+"""
+
+
 @host
 @pytest.mark.skipif(sys.platform != "linux", reason="preloads the sanitizer's library as on Linux")
 @pytest.mark.parametrize("overrun", [False, True], ids=["clean", "an overrun is noticed"])
@@ -155,14 +166,7 @@ def test_no_access_outside_the_buffers(overrun: bool) -> None:
     found = subprocess.run([COMPILER, "-print-file-name=libasan.so"], capture_output=True, text=True, check=True)
     if not os.path.isabs(found.stdout.strip()):
         pytest.skip("the compiler has no AddressSanitizer")
-    script = SANITIZED
-    if overrun:
-        script += "from tests.csd_ops.host_kernels import launch, outputs\nfrom csd_ops.kernels import *\nimport numpy as np\n"
-        script += "sizes = dict(B=1, W=3, V=4, I=10, P=5, N=1, R=1)\n"
-        script += (
-            "a = {n: np.zeros(RECORD.shapes(sizes)[n], d) for n, (d, _) in (RECORD.inputs | RECORD.outputs).items()}\n"
-        )
-        script += "a['committed'][:], a['position'][:] = 3, 9\nlaunch(RECORD, a, sizes)\n"
+    script = SANITIZED + (OVERRUN if overrun else "")
     environment = os.environ | {
         "LD_PRELOAD": found.stdout.strip(),
         "ASAN_OPTIONS": "detect_leaks=0",
@@ -239,7 +243,7 @@ def test_machine_code_spills_nothing(capability: int) -> None:
 
 def test_unknown_capability_is_refused() -> None:
     pytest.importorskip("cuda.bindings.nvrtc")
-    with pytest.raises(InputError, match="expected a compute capability of .*, found 12;"):
+    with pytest.raises(InputError, match=r"expected a compute capability of .*, found 12;"):
         compile_kernels(12)
 
 

@@ -90,8 +90,10 @@ for name, kernel in PLUGINS.items():
     SymIntExpr._exprBuilder = None  # the creator's own class, as the parser asks for it
     creator = trt.get_plugin_registry().get_creator(name.split("::")[1], "1", "csd")
     request = trt.QuickPluginCreationRequest.PREFER_AOT
-    plugin = creator.create_plugin(name.split("::")[1], "csd", trt.PluginFieldCollection([]), trt.TensorRTPhase.BUILD, request)
-    kinds = plugin.get_output_data_types([dtypes[d] for d, _ in kernel.inputs.values()], [len(t.shape_expr) for t in tensors])
+    fields, phase = trt.PluginFieldCollection([]), trt.TensorRTPhase.BUILD
+    plugin = creator.create_plugin(name.split("::")[1], "csd", fields, phase, request)
+    given = [dtypes[d] for d, _ in kernel.inputs.values()]
+    kinds = plugin.get_output_data_types(given, [len(t.shape_expr) for t in tensors])
     told[name]["class"] = type(plugin).__name__
     told[name]["types"] = [str(kind) for kind in kinds]
     SymIntExpr._exprBuilder = Builder()
@@ -108,7 +110,8 @@ from csd_ops.kernels import VERIFY
 describe = plugin._describe(trt, plugins, VERIFY)
 plugins.register("csd::Verify")(describe)
 implement = plugin._implement(plugins, VERIFY, b"")
-plugin._signature(implement, list(VERIFY.inputs)[::-1], plugins.TensorDesc, ["outputs", "tactic"], implement.__signature__.return_annotation)
+names, returned = list(VERIFY.inputs)[::-1], implement.__signature__.return_annotation
+plugin._signature(implement, names, plugins.TensorDesc, ["outputs", "tactic"], returned)
 plugins.aot_impl("csd::Verify")(implement)
 """
 
@@ -151,9 +154,7 @@ def test_launch_contract(told: dict[str, Any], name: str, kernel: Kernel) -> Non
     kinds = {"float32": "DataType.FLOAT", "int64": "DataType.INT64", "bool": "DataType.BOOL"}
     shapes = kernel.shapes(SIZES)
     assert plugin["inputs"] == list(kernel.inputs)
-    assert plugin["outputs"] == [
-        [kinds[dtype], list(shapes[output])] for output, (dtype, _) in kernel.outputs.items()
-    ]
+    assert plugin["outputs"] == [[kinds[dtype], list(shapes[output])] for output, (dtype, _) in kernel.outputs.items()]
     assert plugin["types"] == [kinds[dtype] for dtype, _ in kernel.outputs.values()]
     assert plugin["class"] == "_TemplateAOTPlugin"
     assert plugin["entry"] == kernel.name and plugin["code"] == "ptx"

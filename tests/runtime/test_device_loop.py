@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from pathlib import Path
-
 import numpy as np
 import pytest
 
@@ -30,9 +28,7 @@ def cut(tmp_path_factory: pytest.TempPathFactory, demo: ImageModel) -> OnnxRunti
     import onnx
 
     folder = tmp_path_factory.mktemp("cut")
-    model, _ = step_copy(
-        demo.bundle.path(STEP), capacity=CAPACITY, precision="fp32", tail=Tail.KERNEL, folder=folder
-    )
+    model, _ = step_copy(demo.bundle.path(STEP), capacity=CAPACITY, precision="fp32", tail=Tail.KERNEL, folder=folder)
     onnx.load_external_data_for_model(model, str(demo.bundle.folder))
     onnx.save(model, folder / "cut.onnx")
     return OnnxRuntimeEngine(folder / "cut.onnx", threads=2)
@@ -89,14 +85,14 @@ def test_kernels_after_the_engine_draw_the_pictures_of_the_host(
 ) -> None:
     setup, requests = make_setup(demo, preset, batch, **truncation)
     found, _, _ = on_device(setup, requests, cut, demo)
-    same(found, Decoder(setup, HostLoop(demo._step, setup)).decode(requests))
+    same(found, Decoder(setup, HostLoop(demo.backend.step, setup)).decode(requests))
 
 
 def test_engine_with_its_own_tail_draws_the_pictures_of_the_host(demo: ImageModel) -> None:
     setup, requests = make_setup(demo, "csd", 2)
-    found, _, loop = on_device(setup, requests, demo._step, demo)  # type: ignore[arg-type]
+    found, _, loop = on_device(setup, requests, demo.backend.step, demo)  # type: ignore[arg-type]
     assert loop.own_tail
-    same(found, Decoder(setup, HostLoop(demo._step, setup)).decode(requests))
+    same(found, Decoder(setup, HostLoop(demo.backend.step, setup)).decode(requests))
 
 
 def test_replay_equals_queueing_every_part(demo: ImageModel, cut: OnnxRuntimeEngine) -> None:
@@ -110,7 +106,7 @@ def test_replay_equals_queueing_every_part(demo: ImageModel, cut: OnnxRuntimeEng
 def test_long_prompts_take_several_passes(demo: ImageModel, cut: OnnxRuntimeEngine) -> None:
     setup, requests = make_setup(demo, "csd", 2)
     found, _, loop = on_device(setup, requests, cut, demo, longest_prompt=2)
-    host = HostLoop(demo._step, setup)
+    host = HostLoop(demo.backend.step, setup)
     same(found, Decoder(setup, host).decode(requests))
     assert loop.passes > host.passes - 1
 
@@ -191,5 +187,3 @@ def test_parts_of_device_arrays() -> None:
     device.finish()
     assert as_numpy(array)[2, 1].tolist() == [7, 8] and as_numpy(array).sum() == 15
     assert array[2][1][0].shape == () and array[2].nbytes == 64
-
-

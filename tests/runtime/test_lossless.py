@@ -70,7 +70,7 @@ def draw(
     manifest = model.bundle.manifest
     used = rows if guidance is not None else rows[:1]
     setup = Setup(manifest, settings, window, guidance, BATCH, len(rows[0]))
-    decoder = Decoder(setup, spoil(model._step, setup))
+    decoder = Decoder(setup, spoil(model.backend.step, setup))
     decoded = decoder.decode([Request(used, seed) for seed in range(samples)])
     powers = manifest.image_vocabulary ** np.arange(manifest.image_tokens)[::-1]
     index = [int(entry.tokens @ powers) for entry in decoded]

@@ -1,0 +1,253 @@
+"""Where a bundle runs: the CPU, TensorRT, TensorRT-RTX, or ONNX Runtime on CUDA. The rest need not know.
+
+`cpu` works everywhere. The GPU backends need a driver and their extra; `auto` takes a plan that fits from the bundle if
+there is one and a GPU, and the CPU otherwise. What was taken stands in `provider`, which every report shows.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Protocol
+
+import numpy as np
+
+from csd_ops.errors import CsdError, InputError, MachineError
+from engines.onnx_runtime import OnnxRuntimeEngine
+from runtime.bundle import IMAGE_DECODER, STEP, Bundle
+from runtime.decoder import Loop, Setup
+from runtime.host_loop import HostLoop
+
+if TYPE_CHECKING:
+    from engines.nvidia.device import CudaDevice
+    from engines.nvidia.plan import Card
+
+BACKENDS = ("auto", "cpu", "tensorrt", "rtx", "cuda")
+
+
+class Backend(Protocol):
+    """Makes loops, and pixels from tokens."""
+
+    provider: str  # what really runs, for reports
+    threads: int  # of one operator; 0 on a GPU
+
+    def loop(self, setup: Setup) -> Loop:
+        """A loop for this setup."""
+        ...
+
+    def decode_image(self, tokens: np.ndarray) -> np.ndarray:
+        """Image tokens int64 [n, N] to pixels uint8 [n, height, width, 3]."""
+        ...
+
+
+def open_backend(name: str, bundle: Bundle, *, threads: int | None = None, spinning: bool = False) -> Backend:
+    """The backend of that name.
+
+    Raises:
+        InputError: an unknown name, or a bundle that has no plan for it.
+        MachineError: the machine has not what it needs.
+    """
+    if name not in BACKENDS:
+        raise InputError(f"expected an engine of {', '.join(BACKENDS)}, found {name!r}; choose one of them")
+    if name == "auto":
+        name = _best(bundle)
+    if name == "cpu":
+        return CpuBackend(bundle, threads, spinning)
+    return CudaBackend(bundle) if name == "cuda" else TensorRtBackend(bundle, name)
+
+
+def _best(bundle: Bundle) -> str:
+    """The target of the bundle's plans if this machine can run one, else the CPU."""
+    if not (bundle.folder / "engines").is_dir():
+        return "cpu"
+    try:
+        from engines.nvidia.device import describe_gpu
+        from engines.nvidia.plan import cards
+        from engines.nvidia.toolchain import find_toolchain
+
+        describe_gpu()
+        for card in cards(bundle.folder):
+            find_toolchain(card.target)
+            return card.target
+    except (CsdError, ImportError):
+        pass
+    return "cpu"
+
+
+@dataclass
+class CpuBackend:
+    """ONNX Runtime on the CPU."""
+
+    bundle: Bundle
+    threads_wanted: int | None = None
+    spinning: bool = False
+
+    def __post_init__(self) -> None:
+        options: Any = {"threads": self.threads_wanted, "spinning": self.spinning}
+        self.step = OnnxRuntimeEngine(self.bundle.path(STEP), **options)
+        self._image_decoder = OnnxRuntimeEngine(self.bundle.path(IMAGE_DECODER), **options)
+        self.provider, self.threads = self.step.provider, self.step.threads
+
+    def loop(self, setup: Setup) -> Loop:
+        """The whole step in one call, on the host."""
+        return HostLoop(self.step, setup)
+
+    def decode_image(self, tokens: np.ndarray) -> np.ndarray:
+        """See Backend."""
+        manifest = self.bundle.manifest
+        pixels = np.empty((len(tokens), manifest.height, manifest.width, 3), np.uint8)
+        codes = np.ascontiguousarray(tokens, np.int64)
+        (source,), (target,) = self._image_decoder.inputs, self._image_decoder.outputs
+        for index in range(len(tokens)):
+            self._image_decoder.bind({source: codes[index : index + 1]}, {target: pixels[index : index + 1]})()
+        return pixels
+
+
+@dataclass
+class TensorRtBackend:
+    """Plans of the bundle, on the GPU."""
+
+    bundle: Bundle
+    target: str
+    threads: int = 0
+    _loops: list[tuple[Setup, Loop]] = field(default_factory=list)
+
+    def __post_init__(self) -> None:
+        from engines.nvidia.device import describe_gpu
+        from engines.nvidia.plan import cards
+        from engines.nvidia.toolchain import find_toolchain
+
+        self.toolchain = find_toolchain(self.target)
+        self.gpu = describe_gpu()
+        if not cards(self.bundle.folder):
+            raise InputError(
+                f"expected a plan in {self.bundle.folder / 'engines'}, found none; build one with "
+                f"`csd build {self.bundle.folder} --target {self.target}`"
+            )
+        self.provider = f"{self.toolchain.kind.module} {self.toolchain.version}, {self.gpu.name}"
+        self._device: CudaDevice | None = None
+        self._decoder: Any = None
+
+    def _wanted(self, setup: Setup) -> Any:
+        from engines.nvidia.builder import settings_of
+        from engines.nvidia.plan import Wanted
+        from runtime.build import bundle_identity
+
+        return Wanted(
+            target=self.target,
+            version=self.toolchain.version,
+            compute_capability=self.gpu.compute_capability,
+            free_memory=self.gpu.free_memory,
+            bundle=bundle_identity(self.bundle),
+            window=setup.window,
+            prompt=setup.prompt,
+            rows=setup.rows,
+            settings=settings_of(setup.settings),
+        )
+
+    def loop(self, setup: Setup) -> Loop:
+        """The plan that fits, captured; the loop before is used again where nothing but the pictures has changed."""
+        from engines.nvidia.engine import PROMPT, WINDOW, TensorRtPlan
+        from engines.nvidia.plan import choose, read_plan
+        from runtime.device_loop import DeviceLoop
+
+        card = choose(self.bundle.folder, self._wanted(setup))
+        setup = replace(setup, prompt=card.prompt)
+        for known, loop in self._loops:
+            if known == setup:
+                return loop
+        device = self._open_device(card)
+        plan = TensorRtPlan(self.toolchain, card, read_plan(self.bundle.folder, card), device)
+        window = plan.context(WINDOW)
+        made = DeviceLoop(
+            device,
+            window,
+            plan.context(PROMPT),
+            setup,
+            read_codes(self.bundle),
+            capacity=card.capacity,
+            longest_prompt=card.prompt,
+        )
+        self.provider = f"{window.provider}, {'CUDA graph' if made.captured else 'queued'}"
+        self._loops = [(setup, made)]
+        return made
+
+    def _open_device(self, card: Card) -> CudaDevice:
+        from engines.nvidia.device import CudaDevice
+
+        if self._device is None:
+            self._device = CudaDevice(read_kernels(self.bundle, card, self.gpu.compute_capability))
+        return self._device
+
+    def decode_image(self, tokens: np.ndarray) -> np.ndarray:
+        """With the bundle's plan, or on the CPU where it has none that fits."""
+        if self._decoder is None:
+            self._decoder = CpuBackend(self.bundle)
+        pixels: np.ndarray = self._decoder.decode_image(tokens)
+        return pixels
+
+
+@dataclass
+class CudaBackend:
+    """ONNX Runtime's CUDA provider for the transformer, the kernels for the rest, on one stream."""
+
+    bundle: Bundle
+    threads: int = 0
+
+    def __post_init__(self) -> None:
+        from engines.nvidia.device import CudaDevice
+
+        self.device = CudaDevice()
+        self.provider = f"ONNX Runtime CUDAExecutionProvider, {self.bundle.manifest.precision}, {self.device.name}"
+        self._decoder: CpuBackend | None = None
+
+    def loop(self, setup: Setup) -> Loop:
+        """The step up to its logits with ONNX Runtime, then the kernels. Queued: ONNX Runtime is not captured."""
+        import tempfile
+
+        from engines.nvidia.graph import Tail, step_copy
+        from runtime.device_loop import DeviceLoop
+
+        with tempfile.TemporaryDirectory() as folder:
+            model, path = step_copy(
+                self.bundle.path(STEP),
+                capacity=setup.capacity,
+                precision=self.bundle.manifest.precision,
+                tail=Tail.KERNEL,
+                folder=Path(folder),
+            )
+            engine = OnnxRuntimeEngine(model.SerializeToString(), weights=path.parent, stream=self.device.handle)
+        return DeviceLoop(self.device, engine, engine, setup, read_codes(self.bundle), captured=False)
+
+    def decode_image(self, tokens: np.ndarray) -> np.ndarray:
+        """On the CPU."""
+        if self._decoder is None:
+            self._decoder = CpuBackend(self.bundle)
+        return self._decoder.decode_image(tokens)
+
+
+def read_codes(bundle: Bundle) -> np.ndarray:
+    """Vectors of the image codes, float32 [V, E], from the step graph."""
+    try:
+        import onnx
+        from onnx import numpy_helper
+    except ImportError:
+        raise MachineError("expected onnx to read the bundle's graph, found none; install `csd-toolkit[gpu]`") from None
+    graph = onnx.load(str(bundle.path(STEP)), load_external_data=False).graph
+    codes = next(tensor for tensor in graph.initializer if tensor.name == "codes")
+    return np.asarray(numpy_helper.to_array(codes, base_dir=str(bundle.folder)), np.float32)
+
+
+def read_kernels(bundle: Bundle, card: Card, capability: tuple[int, int]) -> bytes | None:
+    """The kernels' PTX that was built with the plan, whole; None: compile them here."""
+    from engines.nvidia.builder import kernels_name
+
+    name = f"{capability[0]}.{capability[1]}"
+    if name not in card.kernels:
+        return None
+    path: Path = bundle.folder / "engines" / kernels_name(name)
+    code = path.read_bytes() if path.is_file() else b""
+    if hashlib.sha256(code).hexdigest() != card.kernels[name]:
+        raise InputError(f"expected the kernels of {card.name} in {path}, found others; run `csd build` again")
+    return code
