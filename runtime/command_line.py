@@ -319,6 +319,46 @@ def build_command(
         Console(highlight=False).print(describe(card), markup=False)
 
 
+@app.command("compare")
+def compare_command(
+    bundle: Annotated[Path | None, typer.Argument(help="Bundle folder; without it the demo model.")] = None,
+    engine: Annotated[
+        str, typer.Option(help="tensorrt, rtx, network (what TensorRT parsed, interpreted), or auto.")
+    ] = "auto",
+    against: Annotated[str, typer.Option(help="onnxruntime or eager.")] = "onnxruntime",
+    checkpoint: Annotated[Path | None, typer.Option(help="Checkpoint folder, for eager.")] = None,
+    precision: Annotated[str | None, typer.Option(help="Of the network; without it the bundle's.")] = None,
+    window: Annotated[int, typer.Option(help="Tokens per window.", min=1)] = 16,
+    windows: Annotated[int, typer.Option(help="How many windows.", min=1)] = 4,
+    tolerance: Annotated[
+        float | None, typer.Option(help="Allowed error of the largest value; without it as the precision explains.")
+    ] = None,
+    layers: Annotated[bool, typer.Option("--layers", help="Also every tensor in between.")] = False,
+) -> None:
+    """Feed the same windows to two engines and compare; exit code 1 where they differ."""
+    from runtime.bundle import open_bundle
+    from runtime.compare import compare_engines, describe
+    from runtime.model import DEMO
+
+    with progress_bar("compare", unit="runs") as on_progress:
+        comparison = compare_engines(
+            open_bundle(bundle or DEMO),
+            engine=engine,
+            against=against,
+            checkpoint=checkpoint,
+            precision=precision,
+            window=window,
+            windows=windows,
+            tolerance=tolerance,
+            layers=layers,
+            on_progress=on_progress,
+        )
+    for table in describe(comparison):
+        Console(highlight=False).print(table, markup=False)
+    if not comparison.passed:
+        sys.exit(1)
+
+
 @contextmanager
 def phases(label: str) -> Iterator[Callable[[str, str, int, int], None] | None]:
     """Bars of a build: what is built and its phase, with the time it took so far."""

@@ -109,3 +109,9 @@ def write_tokenizer(folder: Path, words: list[str] = WORDS) -> None:
     tokenizer.post_processor = processors.TemplateProcessing(single="<bos> $A", special_tokens=[("<bos>", 1)])
     tokenizer.save(str(folder / "tokenizer.json"))
     (folder / "tokenizer_config.json").write_text(json.dumps({"tokenizer_class": "PreTrainedTokenizerFast"}), "utf-8")
+
+
+def write_tiny(family: str, folder: Path, *, head_size: int) -> Path:
+    """A tiny checkpoint of a family with a head size of the published models."""
+    writers = {"janus": write_tiny_janus}
+    return writers[family](folder, image_vocabulary=32, side=8, layers=2, width=4 * head_size, heads=4, spread=2.0)
