@@ -142,7 +142,8 @@ def describe(card: Card) -> Any:
     products = card.layer_dtypes.get("matrix_multiply", {}) | card.layer_dtypes.get("convolution", {})
     table = Table(title=f"{card.name}.plan", show_header=False, title_justify="left")
     rows = {
-        "valid for": f"{card.target} {card.version}, GPU {card.compute_capability}",
+        "valid for": f"{card.target} {card.version}, "
+        + (f"compute capability {card.compute_capability}" if card.compute_capability != "portable" else "RTX GPUs"),
         "size": f"{card.plan_size / 1e6:.1f} MB in {card.seconds:.1f} s; running takes about "
         f"{card.device_memory / 1e6:.0f} MB of GPU memory",
         "float layers": ", ".join(f"{kind} {count / total:.0%}" for kind, count in shares.items() if count),
@@ -154,8 +155,8 @@ def describe(card: Card) -> Any:
         rows |= {
             "attention": card.attention,
             "tail": tail,
-            "profiles": f"prompts up to {card.prompt} ids, windows of {card.window}; {card.batch} pictures, "
-            f"{card.rows} rows, capacity {card.capacity}",
+            "profiles": f"prompts up to {card.prompt} ids, windows of {card.window}, pictures at once: "
+            f"{card.batch}, capacity {card.capacity}",
         }
     if card.verified:
         worst = max(card.verified.items(), key=lambda entry: entry[1])

@@ -22,6 +22,7 @@ from engines.nvidia.verification import (
     verify_image_decoder,
     verify_step,
 )
+from engines.onnx_runtime import OnnxRuntimeEngine
 from runtime.model import DEMO
 from tests.engines.graphs import CAPACITY, HEAD_SIZE, HEADS, attention_graph
 
@@ -152,6 +153,33 @@ def test_retyped_graph_is_near_the_original(tmp_path: Path, precision: str) -> N
     casts = [node for node in model.graph.node if node.op_type == "Cast"]
     assert len(casts) == 4, "positions, the two tables of angles, logits"
     assert model.graph.output[0].type.tensor_type.elem_type == onnx.TensorProto.FLOAT
+
+
+def test_the_copy_for_plugins_has_no_function_bodies(tmp_path: Path) -> None:
+    """A function of the same name would be taken instead of the plugin."""
+    options = {"capacity": 384, "precision": "fp16", "folder": tmp_path}
+    model, _ = step_copy(DEMO / "step.onnx", tail=Tail.PLUGIN, **options)  # type: ignore[arg-type]
+    assert not model.functions
+    kinds = [(node.domain, node.op_type) for node in model.graph.node]
+    assert kinds[-2:] == [("csd", "Verify"), ("csd", "Advance")]
+    cut, _ = step_copy(DEMO / "step.onnx", tail=Tail.KERNEL, **options)  # type: ignore[arg-type]
+    assert not cut.functions and not [node for node in cut.graph.node if node.domain]
+    assert {value.name for value in cut.graph.input} == {
+        "ids",
+        "length",
+        *(f"{part}_{layer}" for part in ("key", "value") for layer in range(4)),
+    }
+
+
+def test_a_graph_in_memory_runs_on_onnx_runtime(tmp_path: Path) -> None:
+    """As the CUDA backend opens it: cut, weights left where they are."""
+    model, path = step_copy(DEMO / "step.onnx", capacity=64, precision="fp32", tail=Tail.KERNEL, folder=tmp_path)
+    engine = OnnxRuntimeEngine(model.SerializeToString(), weights=path.parent)
+    caches = {name: np.zeros((1, 4, 64, 64), np.float32) for name in engine.inputs if name[-1].isdigit()}
+    logits = np.empty((1, 3, 1024), np.float32)
+    given = {"ids": np.array([[1, 2, 3]]), "length": np.array([0]), **caches}
+    engine.bind(given, {"logits": logits, **{f"next_{name}": cache for name, cache in caches.items()}})()
+    assert np.isfinite(logits).all() and caches["key_0"][:, :, :3].any() and not caches["key_0"][:, :, 3:].any()
 
 
 def test_there_and_back_is_the_same_graph(tmp_path: Path) -> None:
