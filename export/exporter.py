@@ -28,6 +28,8 @@ def export_checkpoint(
     output: str | PathLike[str],
     *,
     precision: str = "fp32",
+    size: tuple[int, int] | None = None,
+    image_decoder: str | PathLike[str] | None = None,
     on_stage: Callable[[str, int, int], None] | None = None,
 ) -> tuple[Bundle, Parity]:
     """Export a checkpoint folder to a bundle, compared with PyTorch before it is moved into place.
@@ -36,6 +38,8 @@ def export_checkpoint(
         checkpoint: folder in transformers' layout, safetensors.
         output: bundle folder; an existing bundle stays until the new one has passed.
         precision: fp32 or fp16, of weights, activations and cache; everything after the head is float32.
+        size: width and height of the pictures in pixels; None: the family's usual size.
+        image_decoder: file of an image decoder that the checkpoint lacks (Lumina-mGPT: Meta's vqgan.ckpt).
         on_stage: called with (stage, number from 0, stages) before each stage.
 
     Raises:
@@ -63,7 +67,7 @@ def export_checkpoint(
         from export.step import save_graph, trace_step
 
         stage("load")
-        loaded = family.load(checkpoint)
+        loaded = family.load(checkpoint, size, Path(image_decoder) if image_decoder else None)
         manifest = replace(loaded.manifest, precision=precision, versions=versions())
         loaded = replace(loaded, manifest=manifest)
         stage("trace step")

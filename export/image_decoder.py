@@ -13,7 +13,7 @@ from export.families.base import Loaded
 
 def trace_image_decoder(loaded: Loaded) -> onnx.ModelProto:
     """The family's image decoder as an ONNX model, B free."""
-    codes = torch.zeros(2, loaded.manifest.image_tokens, dtype=torch.int64)
+    codes = torch.zeros(2, loaded.manifest.codes, dtype=torch.int64)
     with torch.no_grad(), warnings.catch_warnings():
         warnings.simplefilter("ignore")
         program = torch.onnx.export(

@@ -134,7 +134,7 @@ def _full_forward(loaded: Loaded, ids: list[int]) -> np.ndarray:
 @torch.no_grad()
 def _compare_pixels(loaded: Loaded, engine: OnnxRuntimeEngine) -> int:
     manifest = loaded.manifest
-    codes = np.random.default_rng(1).integers(0, manifest.image_vocabulary, (2, manifest.image_tokens))
+    codes = np.random.default_rng(1).integers(0, manifest.image_vocabulary, (2, manifest.codes))
     pixels = np.empty((2, manifest.height, manifest.width, 3), np.uint8)
     engine.bind({"codes": codes}, {"pixels": pixels})()
     expected = loaded.image_decoder(torch.from_numpy(codes)).numpy()

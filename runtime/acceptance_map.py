@@ -6,6 +6,7 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
+from runtime.bundle import Manifest
 from runtime.decoder import Decoded
 
 if TYPE_CHECKING:
@@ -32,14 +33,13 @@ def colour(values: np.ndarray, high: float) -> np.ndarray:
     return np.rint(_COLOURS[low] * (1 - share) + _COLOURS[low + 1] * share).astype(np.uint8)
 
 
-def draw_map(pixels: np.ndarray, decoded: Decoded, rows: int, columns: int) -> Image:
+def draw_map(pixels: np.ndarray, decoded: Decoded, manifest: Manifest) -> Image:
     """Four panels: picture, tokens decided per forward pass, entropy of q in nats, distortion of the rule."""
     from PIL import Image
 
-    grid = (rows, columns)
-    accepted = decoded.accepted.reshape(grid).astype(float)
-    seen = decoded.measure("entropy").reshape(grid)
-    distortion = decoded.measure("distortion").reshape(grid)
+    accepted = manifest.grid(decoded.accepted).astype(float)
+    seen = manifest.grid(decoded.measure("entropy"))
+    distortion = manifest.grid(decoded.measure("distortion"))
     worst = max(float(distortion.max()), 1e-3)
     maps: list[tuple[str, str, np.ndarray, float]] = [
         ("tokens per pass", f"mean {len(decoded.tokens) / decoded.passes:.2f}", accepted, float(accepted.max())),

@@ -97,7 +97,7 @@ class CpuBackend:
         """See Backend."""
         manifest = self.bundle.manifest
         pixels = np.empty((len(tokens), manifest.height, manifest.width, 3), np.uint8)
-        codes = np.ascontiguousarray(tokens, np.int64)
+        codes = np.ascontiguousarray(manifest.grid(tokens).reshape(len(tokens), -1), np.int64)
         (source,), (target,) = self._image_decoder.inputs, self._image_decoder.outputs
         for index in range(len(tokens)):
             self._image_decoder.bind({source: codes[index : index + 1]}, {target: pixels[index : index + 1]})()

@@ -17,9 +17,11 @@ from dataclasses import asdict, dataclass, field, fields
 from pathlib import Path
 from typing import Any
 
+import numpy as np
+
 from csd_ops.errors import InputError, MachineError
 
-SCHEMA = 1
+SCHEMA = 2
 MANIFEST = "bundle.json"
 STEP = "step.onnx"
 WEIGHTS = "step.onnx.data"
@@ -33,11 +35,15 @@ class Manifest:
 
     family: str  # e.g. "janus"
     name: str
-    precision: str  # "fp32" or "fp16": weights, activations and cache; all after the head is float32
+    precision: str  # "fp32", "fp16" or "bf16": weights, activations and cache; all after the head is float32
     image_vocabulary: int  # V: ids 0..V-1 are image codes
-    text_vocabulary: int  # id V + t is text id t
-    rows: int  # token grid
-    columns: int
+    text_vocabulary: int  # ids V.. are the text ids; those of image codes, where the text has them too, are left out
+    image_id_start: int  # text id of the first image code, where image codes have text ids; else -1
+    tokens: int  # of one picture, forced ones included
+    first: int  # position of the grid's first token
+    rows: int  # of the token grid
+    columns: int  # tokens of a row, its end of line included
+    codes_per_row: int  # image codes of a row
     width: int  # picture, pixels
     height: int
     layers: int
@@ -48,7 +54,9 @@ class Manifest:
     prompt_prefix: str  # put before the user's text, special tokens by name
     prompt_suffix: str  # put after it
     max_prompt: int  # most ids of a prompt, special tokens counted
-    pad_id: int  # text id that replaces the prompt in the unconditional row
+    unconditional: str  # the row without the prompt: "pad" the text, "drop" it, or take the "negative" prompt
+    negative_prompt: str
+    pad_id: int  # text id that replaces the prompt, with "pad"
     kept_head: int  # ids at the start of the prompt that the unconditional row keeps
     kept_tail: int  # and at its end
     forced: dict[str, int] = field(default_factory=dict)  # image position -> id that must stand there
@@ -58,7 +66,23 @@ class Manifest:
     @property
     def image_tokens(self) -> int:
         """Tokens of one picture, forced ones included."""
-        return self.rows * self.columns
+        return self.tokens
+
+    @property
+    def codes(self) -> int:
+        """Image codes of one picture."""
+        return self.rows * self.codes_per_row
+
+    def grid(self, values: np.ndarray) -> np.ndarray:
+        """Values of every token [..., tokens] laid out as the picture, [..., rows, codes_per_row]."""
+        inside = values[..., self.first : self.first + self.rows * self.columns]
+        return inside.reshape(*values.shape[:-1], self.rows, self.columns)[..., : self.codes_per_row]
+
+    def text_id(self, identifier: int) -> int:
+        """The id of a text id in the bundle's one id space."""
+        if self.image_id_start < 0 or identifier < self.image_id_start:
+            return self.image_vocabulary + identifier
+        return identifier  # behind the image codes: their number is taken off, and V is added
 
 
 @dataclass(frozen=True)
@@ -129,8 +153,10 @@ def _manifest(model: object, path: Path) -> Manifest:
     manifest = Manifest(**{name: model[name] for name in known})
     sizes = (
         "image_vocabulary",
+        "tokens",
         "rows",
         "columns",
+        "codes_per_row",
         "width",
         "height",
         "layers",
@@ -142,6 +168,15 @@ def _manifest(model: object, path: Path) -> Manifest:
             raise InputError(
                 f"expected {name} of at least 1 in {path}, found {getattr(manifest, name)}; export the bundle again"
             )
+    if manifest.first + manifest.rows * manifest.columns > manifest.tokens or manifest.codes_per_row > manifest.columns:
+        raise InputError(
+            f"expected a grid of {manifest.rows} x {manifest.columns} within {manifest.tokens} tokens in {path}, found "
+            f"it to begin at {manifest.first}; export the bundle again"
+        )
+    if manifest.unconditional not in ("pad", "drop", "negative"):
+        raise InputError(
+            f"expected unconditional of pad, drop, negative in {path}, found {manifest.unconditional!r}; export again"
+        )
     for position, identifier in manifest.forced.items():
         if not (position.isdigit() and int(position) < manifest.image_tokens and isinstance(identifier, int)):
             raise InputError(f"expected forced tokens inside the grid in {path}, found {position!r}; export again")

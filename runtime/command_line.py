@@ -163,7 +163,7 @@ def _save(model: Any, result: Generation, files: list[Path], maps: list[Path]) -
     for image, path in zip(result.images, files, strict=True):
         save_image(image, path)
     for pixels, decoded, path in zip(result.pixels, result.decoded, maps, strict=False):
-        save_image(draw_map(pixels, decoded, manifest.rows, manifest.columns), path)
+        save_image(draw_map(pixels, decoded, manifest), path)
 
 
 def save_image(image: Any, path: Path) -> None:
@@ -214,7 +214,8 @@ def inspect(
     rows = {
         "family": manifest.family,
         "precision": manifest.precision,
-        "picture": f"{manifest.width} x {manifest.height} pixels, {manifest.rows} x {manifest.columns} tokens",
+        "picture": f"{manifest.width} x {manifest.height} pixels, {manifest.rows} x {manifest.codes_per_row} codes, "
+        f"{manifest.tokens} tokens",
         "vocabulary": f"{manifest.image_vocabulary} image codes, {manifest.text_vocabulary} text ids",
         "transformer": f"{manifest.layers} layers, {manifest.key_value_heads} key-value heads of {manifest.head_size}",
         "context": f"{manifest.context} positions, prompts up to {manifest.max_prompt}",

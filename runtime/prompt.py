@@ -24,9 +24,10 @@ class PromptEncoder:
         self._tokenizer.no_truncation()
 
     def encode(self, text: str) -> tuple[np.ndarray, np.ndarray]:
-        """Ids of the conditional and the unconditional row, both int64 [L], in the bundle's one id space.
+        """Ids of the conditional and the unconditional row, int64, in the bundle's one id space.
 
-        The unconditional row keeps the first `kept_head` and last `kept_tail` ids and pads what is between.
+        The unconditional row keeps the first `kept_head` and last `kept_tail` ids and pads or drops what is between;
+        or it is the negative prompt in the same template.
         """
         manifest = self._manifest
         text = " ".join(text.split())
@@ -37,10 +38,21 @@ class PromptEncoder:
                 raise InputError(
                     f"expected plain text in the prompt, found the special token {token.content!r}; drop it"
                 )
-        whole = manifest.prompt_prefix + text + manifest.prompt_suffix
-        ids = np.array(self._tokenizer.encode(whole).ids, dtype=np.int64)
+        ids = self._template(text)
         if len(ids) > manifest.max_prompt:
             raise InputError(f"expected a prompt of at most {manifest.max_prompt} tokens, found {len(ids)}; shorten it")
-        unconditional = ids.copy()
-        unconditional[manifest.kept_head : len(ids) - manifest.kept_tail] = manifest.pad_id
-        return ids + manifest.image_vocabulary, unconditional + manifest.image_vocabulary
+        head, tail = ids[: manifest.kept_head], ids[len(ids) - manifest.kept_tail :]
+        if manifest.unconditional == "negative":
+            other = self._template(manifest.negative_prompt)
+        elif manifest.unconditional == "drop":
+            other = head + tail
+        else:
+            other = head + [manifest.pad_id] * (len(ids) - len(head) - len(tail)) + tail
+        conditional, unconditional = (
+            np.array([manifest.text_id(identifier) for identifier in row], np.int64) for row in (ids, other)
+        )
+        return conditional, unconditional
+
+    def _template(self, text: str) -> list[int]:
+        whole = self._manifest.prompt_prefix + text + self._manifest.prompt_suffix
+        return list(self._tokenizer.encode(whole).ids)

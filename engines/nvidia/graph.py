@@ -182,6 +182,7 @@ def retype(model: onnx.ModelProto, path: Path, precision: str, folder: Path) -> 
     source = weights[embeddings[0].input[0]].data_type
     if source == target:
         return path
+    _name_biases(model, weights)
     caches = {value.name for value in graph.input if value.name.startswith(("key_", "value_"))}
     hidden = set(caches)  # tensors of the target type
     floats = _float_tensors(model)
@@ -229,6 +230,18 @@ def retype(model: onnx.ModelProto, path: Path, precision: str, folder: Path) -> 
     _replace(graph.node, nodes)
     del graph.value_info[:]
     return _write_weights(model, path, changed, target, folder)
+
+
+def _name_biases(model: onnx.ModelProto, weights: dict[str, onnx.TensorProto]) -> None:
+    """Give every LayerNormalization its bias of zeros: TensorRT's parser would make one that cannot be read back."""
+    for node in model.graph.node:
+        if node.op_type == "LayerNormalization" and len(node.input) == 2 and node.input[1] in weights:
+            scale = weights[node.input[1]]
+            name = f"{node.output[0]}_bias"
+            zeros = np.zeros(tuple(scale.dims), helper.tensor_dtype_to_np_dtype(scale.data_type))
+            model.graph.initializer.append(numpy_helper.from_array(zeros, name))
+            weights[name] = model.graph.initializer[-1]
+            node.input.append(name)
 
 
 def _float_tensors(model: onnx.ModelProto) -> set[str]:

@@ -372,10 +372,12 @@ def _convolution(layer: Any, given: list[Array]) -> Array:
     if groups != 1 or any(step != 1 for step in dilation):
         raise InputError(f"expected a plain convolution, found groups or dilation in {layer.name}")
     padding = [(0, 0), (0, 0), *zip(layer.pre_padding, layer.post_padding, strict=True)]
-    windows = np.lib.stride_tricks.sliding_window_view(np.pad(x, padding), size, axis=(2, 3))
-    windows = windows[:, :, :: stride[0], :: stride[1]]  # [B, C, H, W, kh, kw]
-    result = np.tensordot(windows, kernel, axes=((1, 4, 5), (1, 2, 3))).transpose(0, 3, 1, 2)
-    return result + bias.reshape(1, -1, 1, 1) if bias.size else result
+    space = tuple(range(2, x.ndim))
+    windows = np.lib.stride_tricks.sliding_window_view(np.pad(x, padding), size, axis=space)
+    windows = windows[(slice(None), slice(None), *(slice(None, None, step) for step in stride))]  # [B, C, H, W, kh, kw]
+    inside = tuple(range(x.ndim, windows.ndim))
+    result = np.moveaxis(np.tensordot(windows, kernel, axes=((1, *inside), (1, *space))), -1, 1)
+    return result + bias.reshape(1, -1, *(1 for _ in space)) if bias.size else result
 
 
 def _normalization(layer: Any, given: list[Array]) -> Array:

@@ -10,7 +10,11 @@ from csd_ops.errors import InputError
 from export.families.base import Family
 
 # model_type of config.json -> module that defines `FAMILY`
-KNOWN = {"janus": "export.families.janus"}
+KNOWN = {
+    "janus": "export.families.janus",
+    "chameleon": "export.families.lumina",
+    "emu3": "export.families.emu3",
+}
 
 
 def read_config(checkpoint: Path) -> dict[str, Any]:

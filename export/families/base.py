@@ -42,6 +42,10 @@ class Family(Protocol):
 
     name: str
 
-    def load(self, checkpoint: Path) -> Loaded:
-        """Read a checkpoint in float32; InputError names what is missing, unexpected or torn."""
+    def load(self, checkpoint: Path, size: tuple[int, int] | None = None, decoder: Path | None = None) -> Loaded:
+        """Read a checkpoint in float32; InputError names what is missing, unexpected or torn.
+
+        `size` is the picture's width and height in pixels, None the family's usual one; `decoder` is the file of an
+        image decoder that the checkpoint does not have itself.
+        """
         ...

@@ -6,7 +6,6 @@ Prompt `<|User|>: {text}\n\n<|Assistant|>:<begin_of_image>`; the unconditional r
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +15,7 @@ from torch.nn import functional
 
 from csd_ops.errors import InputError
 from export.families.base import Loaded
+from export.families.reading import check_settings, check_vocabulary, read_stock, read_tokenizer
 from runtime.bundle import Manifest
 
 BEGIN_OF_IMAGE = "<begin_of_image>"
@@ -28,10 +28,12 @@ class Janus:
 
     name = "janus"
 
-    def load(self, checkpoint: Path) -> Loaded:
+    def load(self, checkpoint: Path, size: tuple[int, int] | None = None, decoder: Path | None = None) -> Loaded:
         """Read a Janus checkpoint in transformers' layout (safetensors only), in float32."""
-        _check_settings(checkpoint)
-        model = _read_model(checkpoint)
+        if decoder is not None:
+            raise InputError(f"expected no image decoder for {self.name}, found {decoder}; the checkpoint has its own")
+        check_settings(checkpoint)
+        model = read_stock(checkpoint, "JanusForConditionalGeneration")
         inner = model.model
         config, vq = model.config.text_config, model.config.vq_config
         with torch.no_grad():
@@ -43,14 +45,23 @@ class Janus:
         tokens = model.config.vision_config.num_image_tokens
         _check_grid(checkpoint, side * side, tokens, config.max_position_embeddings)
         scale = 2 ** (len(vq.channel_multiplier) - 1)
+        if size not in (None, (side * scale, side * scale)):
+            raise InputError(
+                f"expected the size {side * scale}x{side * scale}, the only one {self.name} draws, found "
+                f"{size[0]}x{size[1]}; leave --size out"
+            )
         manifest = Manifest(
             family=self.name,
             name=checkpoint.resolve().name,
             precision="fp32",
             image_vocabulary=len(codes),
             text_vocabulary=inner.language_model.embed_tokens.num_embeddings,
+            image_id_start=-1,
+            tokens=side * side,
+            first=0,
             rows=side,
             columns=side,
+            codes_per_row=side,
             width=side * scale,
             height=side * scale,
             layers=config.num_hidden_layers,
@@ -94,16 +105,6 @@ class ImageDecoder(nn.Module):
         return levels.permute(0, 2, 3, 1).to(torch.uint8)
 
 
-def _check_settings(checkpoint: Path) -> None:
-    """Refuse a torn generation_config.json: transformers would take its defaults without a word."""
-    path = checkpoint / "generation_config.json"
-    try:
-        if path.is_file():
-            json.loads(path.read_text("utf-8"))
-    except (ValueError, UnicodeDecodeError) as error:
-        raise InputError(f"expected JSON in {path}, found: {error}; download the checkpoint again") from None
-
-
 def _check_grid(checkpoint: Path, grid: int, tokens: int, context: int) -> None:
     path = checkpoint / "config.json"
     if grid != tokens:
@@ -118,47 +119,6 @@ def _check_grid(checkpoint: Path, grid: int, tokens: int, context: int) -> None:
         )
 
 
-def _read_model(checkpoint: Path) -> Any:
-    """The stock class from local safetensors; every missing, unexpected or mis-shaped tensor is an error."""
-    from huggingface_hub.errors import StrictDataclassError
-    from safetensors import SafetensorError, safe_open
-    from transformers import JanusForConditionalGeneration
-
-    files = sorted(checkpoint.glob("*.safetensors"))
-    if not files:
-        raise InputError(
-            f"expected safetensors weights in {checkpoint}, found none; download or convert the checkpoint"
-        )
-    for file in files:
-        try:
-            with safe_open(file, "pt") as tensors:
-                tensors.keys()
-        except (SafetensorError, OSError) as error:
-            raise InputError(
-                f"expected a whole safetensors file at {file}, found: {error}; download it again"
-            ) from None
-    try:
-        model, info = JanusForConditionalGeneration.from_pretrained(
-            checkpoint,
-            dtype=torch.float32,
-            local_files_only=True,
-            use_safetensors=True,
-            ignore_mismatched_sizes=True,  # refused below, by name
-            output_loading_info=True,
-        )
-    except (ValueError, OSError, RuntimeError, TypeError, KeyError, StrictDataclassError) as error:
-        first = " ".join(str(error).split())
-        raise InputError(f"expected a Janus checkpoint in {checkpoint}, found: {first}; download it again") from None
-    for kind in ("missing_keys", "unexpected_keys", "mismatched_keys"):
-        if info.get(kind):
-            name = min(key if isinstance(key, str) else f"{key[0]} {list(key[1])}" for key in info[kind])
-            raise InputError(
-                f"expected the tensors of config.json in {checkpoint}, found {kind.replace('_keys', '')} {name} "
-                f"(and {len(info[kind]) - 1} more); download the checkpoint again"
-            )
-    return model.eval()
-
-
 def _recommended(model: Any) -> dict[str, Any]:
     guidance = getattr(model.generation_config, "guidance_scale", None)
     return {"preset": "csd", "guidance": float(guidance or 5.0), "temperature": 1.0, "top_k": 0, "top_p": 1.0}
@@ -166,32 +126,19 @@ def _recommended(model: Any) -> dict[str, Any]:
 
 def _prompt(checkpoint: Path, text_vocabulary: int, settings: Any) -> dict[str, Any]:
     """The prompt template and guidance pair, from the checkpoint's tokenizer."""
-    from tokenizers import Tokenizer
-
     path = checkpoint / "tokenizer.json"
-    if not path.is_file():
-        raise InputError(f"expected tokenizer.json in {checkpoint}, found none; download the checkpoint again")
-    try:
-        tokenizer = Tokenizer.from_file(str(path))
-    except Exception as error:  # tokenizers raises plain Exception
-        raise InputError(f"expected a tokenizer in {path}, found: {error}; download it again") from None
+    tokenizer = read_tokenizer(checkpoint, (BEGIN_OF_IMAGE,))
     pad = next(
         (name for name in ("<｜▁pad▁｜>", "<pad>", "<|pad|>") if tokenizer.token_to_id(name) is not None),
         None,
     )
-    for name, found in ((BEGIN_OF_IMAGE, tokenizer.token_to_id(BEGIN_OF_IMAGE)), ("a padding token", pad)):
-        if found is None:
-            raise InputError(
-                f"expected the special token {name} in {path}, found none; this tokenizer is of another model"
-            )
-    if tokenizer.get_vocab_size() > text_vocabulary:
+    if pad is None:
         raise InputError(
-            f"expected at most {text_vocabulary} ids in {path}, found {tokenizer.get_vocab_size()}; "
-            "tokenizer and weights do not belong together"
+            f"expected the special token a padding token in {path}, found none; this tokenizer is of another model"
         )
+    check_vocabulary(checkpoint, tokenizer, text_vocabulary)
     chat = tokenizer.token_to_id(USER) is not None
     prefix, suffix = (f"{USER}: ", f"\n\n<|Assistant|>:{BEGIN_OF_IMAGE}") if chat else ("", BEGIN_OF_IMAGE)
-    assert pad is not None
     ids = tokenizer.encode(f"{prefix}a{suffix}").ids
     expected = {
         "bos_token_id": (settings.bos_token_id, ids[0]),
@@ -207,6 +154,8 @@ def _prompt(checkpoint: Path, text_vocabulary: int, settings: Any) -> dict[str, 
     return {
         "prompt_prefix": prefix,
         "prompt_suffix": suffix,
+        "unconditional": "pad",
+        "negative_prompt": "",
         "pad_id": tokenizer.token_to_id(pad),
         "kept_head": 1,
         "kept_tail": 1,

@@ -74,7 +74,7 @@ def test_a_length_off_by_one_is_noticed(stock: Any, toy_bundle: Path) -> None:
 
 def test_pixels_equal_the_stock_decoder(stock: Any, toy_bundle: Path) -> None:
     manifest = open_bundle(toy_bundle, verify=False).manifest
-    codes = np.random.default_rng(5).integers(0, manifest.image_vocabulary, (3, manifest.image_tokens))
+    codes = np.random.default_rng(5).integers(0, manifest.image_vocabulary, (3, manifest.codes))
     pixels = np.empty((3, manifest.height, manifest.width, 3), np.uint8)
     OnnxRuntimeEngine(toy_bundle / "image_decoder.onnx", threads=1).bind({"codes": codes}, {"pixels": pixels})()
     with torch.no_grad():
