@@ -14,7 +14,14 @@ from rich.table import Table
 from export.exporter import export_checkpoint
 
 
-def run(checkpoint: Path, output: Path, precision: str, console: Console) -> None:
+def run(
+    checkpoint: Path,
+    output: Path,
+    precision: str,
+    size: tuple[int, int] | None,
+    image_decoder: Path | None,
+    console: Console,
+) -> None:
     """Export, draw the stages, print what was compared."""
     os.environ.setdefault("TRANSFORMERS_VERBOSITY", "error")
     os.environ.setdefault("HF_HUB_DISABLE_PROGRESS_BARS", "1")
@@ -27,7 +34,9 @@ def run(checkpoint: Path, output: Path, precision: str, console: Console) -> Non
         def on_stage(name: str, number: int, count: int) -> None:
             progress.update(task, description=name, completed=number, total=count)
 
-        bundle, parity = export_checkpoint(checkpoint, output, precision=precision, on_stage=on_stage)
+        bundle, parity = export_checkpoint(
+            checkpoint, output, precision=precision, size=size, image_decoder=image_decoder, on_stage=on_stage
+        )
     table = Table(title=f"{bundle.folder}: compared with PyTorch at {parity.positions} positions", title_justify="left")
     for column in ("what", "worst", "tolerance"):
         table.add_column(column)

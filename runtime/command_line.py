@@ -266,11 +266,25 @@ def export_command(
     checkpoint: Annotated[Path, typer.Argument(help="Checkpoint folder in transformers' layout.")],
     output: Annotated[Path, typer.Option("--output", "-o", help="Bundle folder to write.")],
     precision: Annotated[str, typer.Option(help="fp32 or fp16.")] = "fp32",
+    size: Annotated[str | None, typer.Option(help="Pictures' WIDTHxHEIGHT; without it the family's usual.")] = None,
+    image_decoder: Annotated[
+        Path | None, typer.Option(help="Image decoder's file, where the checkpoint has none (Lumina-mGPT: vqgan.ckpt).")
+    ] = None,
 ) -> None:
     """Export a checkpoint to a bundle and compare it with PyTorch."""
     from export.command import run
 
-    run(checkpoint, output, precision, console)
+    run(checkpoint, output, precision, parse_size(size), image_decoder, console)
+
+
+def parse_size(text: str | None) -> tuple[int, int] | None:
+    """WIDTHxHEIGHT as numbers."""
+    if text is None:
+        return None
+    width, _, height = text.lower().partition("x")
+    if not (width.isdigit() and height.isdigit()):
+        raise InputError(f"expected a size such as 768x768, found {text!r}; write width, x, height in pixels")
+    return int(width), int(height)
 
 
 @app.command("build")

@@ -127,7 +127,7 @@ def _randomise(model: torch.nn.Module, spread: float) -> None:
 
 
 LUMINA_SPECIAL = ["<pad>", "<s>", "</s>", "<unk>", "<racm3:break>", "<eoss>", "<image>", "<reserved08706>"]
-LUMINA_SPECIAL += [f"<reserved0{number}>" for number in range(8799, 8805)]
+LUMINA_SPECIAL += [f"<reserved0{number}>" for number in range(8799, 8807)]
 
 
 def write_tiny_lumina(

@@ -31,7 +31,7 @@ from export.families.reading import (
 from runtime.bundle import Manifest
 
 START, END, TURN, NEWLINE = "<racm3:break>", "<eoss>", "<reserved08706>", "<reserved08799>"
-SIZES_BEGIN = "<reserved08800>"  # the token of n * 32 pixels is n ids behind it
+FIRST_SIZE = 8800  # <reserved0(8800 + n)> says n * 32 pixels
 CODE_PIXELS, STEP_PIXELS = 16, 32
 PUBLISHED = (768, 512, 1024)
 MOST_RATIO = 4
@@ -50,13 +50,15 @@ class Lumina:
         check_settings(checkpoint)
         model = read_stock(checkpoint, "ChameleonForConditionalGeneration", ignore=("model.vqmodel.",))
         config, body = model.config, model.model
-        tokenizer = read_tokenizer(checkpoint, (START, END, TURN, NEWLINE, SIZES_BEGIN))
+        tokenizer = read_tokenizer(checkpoint, (START, END, TURN, NEWLINE))
         check_vocabulary(checkpoint, tokenizer, config.vocab_size)
         vocabulary = config.vq_config.num_embeddings
         text_ids = check_codes(checkpoint, body.vocabulary_mapping.img2bpe, vocabulary)
         start = min(text_ids)
         context = config.max_position_embeddings
         width, height = _check_size(size, context)
+        sizes = [f"<reserved0{FIRST_SIZE + side // STEP_PIXELS}>" for side in (height, width)]
+        read_tokenizer(checkpoint, tuple(sizes))
         rows, columns = height // CODE_PIXELS, width // CODE_PIXELS + 1
         image_decoder = ImageDecoder(read_vqgan(checkpoint, decoder, config.vq_config), rows, columns - 1)
         with torch.no_grad():
@@ -92,7 +94,7 @@ class Lumina:
             pad_id=0,
             kept_head=0,
             kept_tail=1,
-            forced=_grammar(tokenizer, start, vocabulary, rows, columns, width, height),
+            forced=_grammar(tokenizer, start, vocabulary, rows, columns, sizes),
             recommended={"preset": "csd", "guidance": 3.0, "temperature": 1.0, "top_k": 2000, "top_p": 1.0},
         )
         return Loaded(
@@ -109,19 +111,16 @@ class Lumina:
 FAMILY = Lumina()
 
 
-def _grammar(
-    tokenizer: Any, start: int, vocabulary: int, rows: int, columns: int, width: int, height: int
-) -> dict[str, int]:
-    """The forced ids by position: sizes, newlines, end of image, end of turn."""
+def _grammar(tokenizer: Any, start: int, vocabulary: int, rows: int, columns: int, sizes: list[str]) -> dict[str, int]:
+    """The forced ids by position: height, width, newlines, end of image, end of turn."""
 
-    def identifier(text_id: int) -> int:
+    def identifier(name: str) -> int:
+        text_id = int(tokenizer.token_to_id(name))
         return text_id if text_id >= start else vocabulary + text_id  # Manifest.text_id
 
-    sizes = tokenizer.token_to_id(SIZES_BEGIN)
-    forced = {0: sizes + height // STEP_PIXELS, 1: sizes + width // STEP_PIXELS}
-    forced |= {2 + row * columns + columns - 1: tokenizer.token_to_id(NEWLINE) for row in range(rows)}
-    forced |= {2 + rows * columns: tokenizer.token_to_id(END), 3 + rows * columns: tokenizer.token_to_id(TURN)}
-    return {str(position): identifier(text_id) for position, text_id in sorted(forced.items())}
+    forced = dict(enumerate(sizes)) | {2 + row * columns + columns - 1: NEWLINE for row in range(rows)}
+    forced |= {2 + rows * columns: END, 3 + rows * columns: TURN}
+    return {str(position): identifier(name) for position, name in sorted(forced.items())}
 
 
 def _check_size(size: tuple[int, int] | None, context: int) -> tuple[int, int]:
