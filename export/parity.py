@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
 import numpy as np
 import torch
+from torch import nn
 
 from csd_ops.contract import CONTROLS, SETTINGS_SIZE, STATE, Settings, cache_names
 from csd_ops.errors import CsdError
@@ -125,10 +128,46 @@ def _compare_step(loaded: Loaded, engine: OnnxRuntimeEngine, precision: str) -> 
 @torch.no_grad()
 def _full_forward(loaded: Loaded, ids: list[int]) -> np.ndarray:
     """Logits [L, V] of one whole sequence, float32, stock modelling code, no cache."""
-    embedded = loaded.embedding[torch.tensor([[int(identifier) for identifier in ids]])].float()
-    hidden = loaded.language_model(inputs_embeds=embedded, use_cache=False).last_hidden_state
-    logits: np.ndarray = loaded.head(hidden)[0].float().numpy()
+    with in_float32(loaded):
+        hidden = loaded.language_model(inputs_embeds=embed(loaded, ids)[None], use_cache=False).last_hidden_state
+        logits: np.ndarray = loaded.head(hidden)[0].numpy()
     return logits
+
+
+def embed(loaded: Loaded, ids: Sequence[int]) -> torch.Tensor:
+    """Rows of the table in parts, float32 [L, width]."""
+    starts = np.cumsum([0, *(len(part) for part in loaded.embedding)])
+    rows = []
+    for identifier in ids:
+        part = int(np.searchsorted(starts, int(identifier), side="right")) - 1
+        rows.append(loaded.embedding[part][int(identifier) - int(starts[part])].float())
+    return torch.stack(rows)
+
+
+@contextmanager
+def in_float32(loaded: Loaded) -> Iterator[None]:
+    """Compute in float32 whatever the weights are stored in: each part's weights are widened while it runs."""
+    handles = []
+
+    def widen(module: nn.Module, _inputs: object) -> None:
+        module.stored = [parameter.data for parameter in module.parameters()]
+        for parameter in module.parameters():
+            parameter.data = parameter.data.float()
+
+    def restore(module: nn.Module, _inputs: object, _output: object) -> None:
+        for parameter, stored in zip(module.parameters(), module.stored, strict=True):
+            parameter.data = stored
+        del module.stored
+
+    parts = [*loaded.language_model.layers, loaded.language_model.norm, loaded.head]
+    try:
+        for part in parts:
+            handles.append(part.register_forward_pre_hook(widen))
+            handles.append(part.register_forward_hook(restore))
+        yield
+    finally:
+        for handle in handles:
+            handle.remove()
 
 
 @torch.no_grad()

@@ -13,10 +13,13 @@ Never `is_causal` and never `nonpad_kv_seqlen`: TensorRT's parser drops them wit
 from __future__ import annotations
 
 import contextlib
+import copy
 import functools
+import math
 import sys
 import warnings
 from collections.abc import Callable, Iterator
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -156,10 +159,10 @@ def patched(language_model: nn.Module) -> Iterator[None]:
 class Step(nn.Module):
     """ids [R, W], length [R], caches -> logits float32 [R, W, V], caches."""
 
-    def __init__(self, loaded: Loaded, dtype: torch.dtype) -> None:
+    def __init__(self, embedding: Tensor, language_model: nn.Module, head: nn.Module) -> None:
         super().__init__()
-        self.embedding = nn.Parameter(loaded.embedding.to(dtype), requires_grad=False)
-        self.language_model, self.head = loaded.language_model, loaded.head
+        self.embedding = nn.Parameter(embedding, requires_grad=False)
+        self.language_model, self.head = language_model, head
 
     def forward(self, ids: Tensor, length: Tensor, caches: list[Tensor]) -> tuple[Tensor, ...]:
         from transformers.cache_utils import Cache
@@ -180,8 +183,37 @@ class Step(nn.Module):
         return (logits, *(part for layer in layers for part in (layer.keys, layer.values)))
 
 
-def trace_step(loaded: Loaded, dtype: torch.dtype) -> onnx.ModelProto:
-    """The body as an ONNX model, opset 24, dimensions R, W and S free and so named."""
+@dataclass(frozen=True)
+class Weight:
+    """One weight of the traced graph: which parameter of Step it is, and whether the graph has it transposed."""
+
+    initializer: str
+    parameter: str
+    transposed: bool
+
+
+@dataclass(frozen=True)
+class Traced:
+    """A graph whose weights are not written yet."""
+
+    model: onnx.ModelProto
+    weights: list[Weight]
+
+
+def hollow(module: nn.Module, dtype: torch.dtype) -> nn.Module:
+    """The same module with parameters of another dtype that nothing was written to: they take no memory.
+
+    Buffers are the module's own: `Module.to` would also round the rotary frequencies. A frequency rounded to float16 is
+    off by up to 2^-12 of itself, so the angle is off by 0.15 rad at position 600: the error grows with the position.
+    """
+    empty = {id(tensor): torch.empty(tensor.shape, dtype=dtype) for tensor in module.parameters()}
+    shared = {id(tensor): tensor for tensor in module.buffers()}
+    made = copy.deepcopy(module, {**{key: nn.Parameter(value, False) for key, value in empty.items()}, **shared})
+    return made.eval()
+
+
+def trace_step(loaded: Loaded, dtype: torch.dtype) -> Traced:
+    """The body as an ONNX model, opset 24, dimensions R, W and S free and so named; weights stay where they are."""
     manifest = loaded.manifest
     rows, window, slots = 4, 5, 24  # sizes of 0, 1 or equal sizes would be taken for constants
     shape = (rows, manifest.key_value_heads, slots, manifest.head_size)
@@ -190,14 +222,17 @@ def trace_step(loaded: Loaded, dtype: torch.dtype) -> onnx.ModelProto:
     dim = torch.export.Dim
     free = {0: dim("R", min=1), 2: dim("S", min=2)}
     arguments = (torch.zeros(rows, window, dtype=torch.int64), torch.full((rows,), 7), caches)
-    with patched(loaded.language_model), torch.no_grad(), warnings.catch_warnings():
+    table = torch.empty(sum(len(part) for part in loaded.embedding), loaded.embedding[0].shape[1], dtype=dtype)
+    step = Step(table, hollow(loaded.language_model, dtype), hollow(loaded.head, dtype)).eval()
+    with patched(step.language_model), torch.no_grad(), warnings.catch_warnings():
         warnings.simplefilter("ignore")
         program = torch.onnx.export(
-            Step(loaded, dtype).eval(),
+            step,
             arguments,
             dynamo=True,
             opset_version=OPSET,
             verbose=False,
+            optimize=False,  # below, without the weights: folding would read them, and merge those that look alike
             dynamic_shapes={
                 "ids": {0: free[0], 1: dim("W", min=1)},
                 "length": {0: free[0]},
@@ -208,15 +243,118 @@ def trace_step(loaded: Loaded, dtype: torch.dtype) -> onnx.ModelProto:
             output_names=["logits", *(f"next_{name}" for name in names)],
         )
     assert program is not None
-    model: onnx.ModelProto = program.model_proto
+    parameters = [name for name, _ in step.named_parameters()]
+    model, weights = _optimise(program.model, parameters)
     del model.graph.metadata_props[:]
     for node in model.graph.node:
         del node.metadata_props[:]  # stack traces of the exporting machine
-    return model
+    return Traced(model, weights)
+
+
+def _optimise(program: Any, parameters: list[str]) -> tuple[onnx.ModelProto, list[Weight]]:
+    """Fold constants with the weights set aside as inputs, then take weights as they are multiplied: transposed."""
+    import onnx_ir
+    import onnxscript.optimizer
+
+    graph = program.graph
+    aside = {name: graph.initializers[name] for name in parameters if name in graph.initializers}
+    for name, value in aside.items():
+        del graph.initializers[name]
+        value.const_value = None
+        graph.inputs.append(value)
+    onnxscript.optimizer.optimize_ir(program)
+    model: onnx.ModelProto = onnx_ir.to_proto(program)
+    kept = [value for value in model.graph.input if value.name not in aside]
+    shapes = {value.name: value for value in model.graph.input if value.name in aside}
+    del model.graph.input[:]
+    model.graph.input.extend(kept)
+    readers: dict[str, list[onnx.NodeProto]] = {}
+    for node in model.graph.node:
+        for name in node.input:
+            readers.setdefault(name, []).append(node)
+    weights, dropped, renamed = [], set(), {}
+    for name, value in shapes.items():
+        users = readers.get(name, [])
+        if not users:
+            continue
+        kind = value.type.tensor_type
+        dims = [dim.dim_value for dim in kind.shape.dim]
+        swapped = all(user.op_type == "Transpose" and list(user.attribute[0].ints) == [1, 0] for user in users)
+        if swapped:
+            dims.reverse()
+            for user in users:
+                dropped.add(user.name)
+                renamed[user.output[0]] = name
+        weights.append(Weight(name, name, swapped))
+        model.graph.initializer.append(onnx.TensorProto(name=name, data_type=kind.elem_type, dims=dims))
+    nodes = [node for node in model.graph.node if node.name not in dropped]
+    for node in nodes:
+        node.input[:] = [renamed.get(name, name) for name in node.input]
+    copies = [onnx.NodeProto.FromString(node.SerializeToString()) for node in nodes]
+    del model.graph.node[:]
+    model.graph.node.extend(copies)
+    stale = {name for name in renamed} | set(shapes)
+    values = [value for value in model.graph.value_info if value.name not in stale]
+    copied = [onnx.ValueInfoProto.FromString(value.SerializeToString()) for value in values]
+    del model.graph.value_info[:]
+    model.graph.value_info.extend(copied)
+    return model, weights
+
+
+def write_step(
+    traced: Traced, loaded: Loaded, path: Path, on_progress: Callable[[int, int], None] | None = None
+) -> None:
+    """Write the graph, and its weights one by one into one file beside it: what is in memory is one weight.
+
+    `on_progress` is called with (bytes written, bytes in all).
+    """
+    model = traced.model
+    initializers = {tensor.name: tensor for tensor in model.graph.initializer}
+    sources = parameter_sources(loaded)
+    dtypes = {onnx.TensorProto.FLOAT: torch.float32, onnx.TensorProto.FLOAT16: torch.float16}
+    dtypes[onnx.TensorProto.BFLOAT16] = torch.bfloat16
+    sizes = [math.prod(initializers[weight.initializer].dims) for weight in traced.weights]
+    total, done = sum(sizes), 0
+    data = path.with_name(path.name + ".data")
+    with data.open("wb") as file, torch.no_grad():
+        for weight, size in zip(traced.weights, sizes, strict=True):
+            tensor = initializers[weight.initializer]
+            dtype = dtypes[tensor.data_type]
+            file.write(b"\0" * (-file.tell() % 64))  # aligned, so that it can be mapped
+            begin = file.tell()
+            for part in sources[weight.parameter]:
+                values = part.detach().to(dtype)
+                values = values.T if weight.transposed else values
+                values.contiguous().view(torch.uint8).numpy().tofile(file)
+            tensor.data_location = onnx.TensorProto.EXTERNAL
+            for key, value in (("location", data.name), ("offset", begin), ("length", file.tell() - begin)):
+                entry = tensor.external_data.add()
+                entry.key, entry.value = key, str(value)
+            done += size
+            if on_progress:
+                on_progress(done, total)
+        for tensor in model.graph.initializer:  # the rest: small constants, and the code vectors of the tail
+            if tensor.data_location != onnx.TensorProto.EXTERNAL and len(tensor.raw_data) > 1024:
+                file.write(b"\0" * (-file.tell() % 64))
+                begin = file.tell()
+                file.write(tensor.raw_data)
+                tensor.ClearField("raw_data")
+                tensor.data_location = onnx.TensorProto.EXTERNAL
+                for key, value in (("location", data.name), ("offset", begin), ("length", file.tell() - begin)):
+                    entry = tensor.external_data.add()
+                    entry.key, entry.value = key, str(value)
+    path.write_bytes(model.SerializeToString())
+
+
+def parameter_sources(loaded: Loaded) -> dict[str, list[Tensor]]:
+    """Where every parameter of Step is read from: parts that follow each other."""
+    body = {f"language_model.{name}": [tensor] for name, tensor in loaded.language_model.named_parameters()}
+    head = {f"head.{name}": [tensor] for name, tensor in loaded.head.named_parameters()}
+    return {"embedding": loaded.embedding, **body, **head}
 
 
 def save_graph(model: onnx.ModelProto, path: Path) -> None:
-    """Write the graph with its weights in one external file beside it."""
+    """Write a small graph with its weights in one external file beside it."""
     onnx.save_model(
         model,
         str(path),

@@ -308,6 +308,7 @@ def _eager_runner(tools: Any, checkpoint: Path, sizes: StepSizes, feed: Feed) ->
         from transformers.cache_utils import DynamicCache
 
         from export.families import find_family
+        from export.parity import embed, in_float32
     except ImportError as error:
         raise MachineError(
             f"expected the packages of the export extra, found no {error.name}; install `csd-toolkit[export]`"
@@ -325,13 +326,14 @@ def _eager_runner(tools: Any, checkpoint: Path, sizes: StepSizes, feed: Feed) ->
             for layer in range(sizes.layers):
                 known = (feed[f"{part}_{layer}"][row : row + 1, :, :filled] for part in ("key", "value"))
                 cache.update(*(torch.from_numpy(values.astype(np.float32)) for values in known), layer)
-            hidden = loaded.language_model(
-                inputs_embeds=loaded.embedding[torch.from_numpy(ids[row : row + 1])].float(),
-                cache=cache,
-                position_ids=torch.arange(filled, filled + window)[None],
-                use_cache=True,
-            ).last_hidden_state
-            logits.append(loaded.head(hidden)[0].float().numpy())
+            with in_float32(loaded):
+                hidden = loaded.language_model(
+                    inputs_embeds=embed(loaded, ids[row])[None],
+                    cache=cache,
+                    position_ids=torch.arange(filled, filled + window)[None],
+                    use_cache=True,
+                ).last_hidden_state
+                logits.append(loaded.head(hidden)[0].numpy())
             for layer in range(sizes.layers):
                 made = cache.layers[layer]
                 for part, values in (("key", made.keys), ("value", made.values)):

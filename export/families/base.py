@@ -16,12 +16,12 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class Loaded:
-    """A checkpoint in memory, as the exporter needs it.
+    """A checkpoint in memory in the precision it is stored in, as the exporter needs it.
 
     Attributes:
         model: the whole model, for comparisons.
         language_model: the transformer body, called with inputs_embeds, attention_mask, position_ids, cache.
-        embedding: table [V + text vocabulary, width]: image codes first.
+        embedding: parts of the table [V + text vocabulary, width]: image codes first.
         head: hidden states [..., width] -> image logits [..., V].
         codes: code vectors [V, E], unit length.
         image_decoder: codes [B, N] -> pixels [B, height, width, 3] as uint8.
@@ -30,7 +30,7 @@ class Loaded:
 
     model: Any
     language_model: nn.Module
-    embedding: torch.Tensor
+    embedding: list[torch.Tensor]
     head: nn.Module
     codes: np.ndarray
     image_decoder: nn.Module
@@ -43,7 +43,7 @@ class Family(Protocol):
     name: str
 
     def load(self, checkpoint: Path, size: tuple[int, int] | None = None, decoder: Path | None = None) -> Loaded:
-        """Read a checkpoint in float32; InputError names what is missing, unexpected or torn.
+        """Read a checkpoint in its own precision; InputError names what is missing, unexpected or torn.
 
         `size` is the picture's width and height in pixels, None the family's usual one; `decoder` is the file of an
         image decoder that the checkpoint does not have itself.

@@ -45,7 +45,7 @@ class Emu3:
     name = "emu3"
 
     def load(self, checkpoint: Path, size: tuple[int, int] | None = None, decoder: Path | None = None) -> Loaded:
-        """Read an Emu3-Gen checkpoint in transformers' layout, in float32."""
+        """Read an Emu3-Gen checkpoint in transformers' layout."""
         if decoder is not None:
             raise InputError(f"expected no image decoder for {self.name}, found {decoder}; the checkpoint has its own")
         check_settings(checkpoint)
@@ -66,7 +66,7 @@ class Emu3:
         width, height = _check_size(size, pixels, config.max_position_embeddings)
         rows, columns = height // pixels, width // pixels + 1
         with torch.no_grad():
-            embedding = split_table(inner.text_model.embed_tokens.weight, start, text_ids).detach()
+            embedding = split_table(inner.text_model.embed_tokens.weight, start, text_ids)
             head = nn.Linear(config.hidden_size, vq.codebook_size, bias=False)
             head.weight = nn.Parameter(model.lm_head.weight[torch.tensor(text_ids)].clone(), requires_grad=False)
         tokens = rows * columns + 3
@@ -112,8 +112,8 @@ class Emu3:
             language_model=inner.text_model,
             embedding=embedding,
             head=head,
-            codes=inner.vqmodel.quantize.embedding.weight.detach().numpy(),
-            image_decoder=ImageDecoder(inner.vqmodel, rows, columns - 1),
+            codes=inner.vqmodel.quantize.embedding.weight.detach().float().numpy(),
+            image_decoder=ImageDecoder(inner.vqmodel.float(), rows, columns - 1),
             manifest=manifest,
         )
 

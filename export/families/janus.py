@@ -29,7 +29,7 @@ class Janus:
     name = "janus"
 
     def load(self, checkpoint: Path, size: tuple[int, int] | None = None, decoder: Path | None = None) -> Loaded:
-        """Read a Janus checkpoint in transformers' layout (safetensors only), in float32."""
+        """Read a Janus checkpoint in transformers' layout (safetensors only)."""
         if decoder is not None:
             raise InputError(f"expected no image decoder for {self.name}, found {decoder}; the checkpoint has its own")
         check_settings(checkpoint)
@@ -38,8 +38,9 @@ class Janus:
         config, vq = model.config.text_config, model.config.vq_config
         with torch.no_grad():
             codes = torch.arange(inner.generation_embeddings.num_embeddings)
+            inner.generation_embeddings.float(), inner.generation_aligner.float(), inner.vqmodel.float()
             images = model.prepare_embeddings_for_image_generation(codes[None])[0]
-            embedding = torch.cat([images, inner.language_model.embed_tokens.weight]).detach()
+            embedding = [images, inner.language_model.embed_tokens.weight.detach()]
             vectors = functional.normalize(inner.vqmodel.quantize.embedding.weight, dim=-1)
         side = vq.num_patches
         tokens = model.config.vision_config.num_image_tokens

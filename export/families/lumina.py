@@ -46,7 +46,7 @@ class Lumina:
     name = "lumina"
 
     def load(self, checkpoint: Path, size: tuple[int, int] | None = None, decoder: Path | None = None) -> Loaded:
-        """Read a Chameleon checkpoint in transformers' layout, in float32, and the VQGAN beside it or at `decoder`."""
+        """Read a Chameleon checkpoint in transformers' layout, and the VQGAN beside it or at `decoder`."""
         check_settings(checkpoint)
         model = read_stock(checkpoint, "ChameleonForConditionalGeneration", ignore=("model.vqmodel.",))
         config, body = model.config, model.model
@@ -62,7 +62,7 @@ class Lumina:
         rows, columns = height // CODE_PIXELS, width // CODE_PIXELS + 1
         image_decoder = ImageDecoder(read_vqgan(checkpoint, decoder, config.vq_config), rows, columns - 1)
         with torch.no_grad():
-            embedding = split_table(body.embed_tokens.weight, start, text_ids).detach()
+            embedding = split_table(body.embed_tokens.weight, start, text_ids)
             head = nn.Linear(config.hidden_size, vocabulary, bias=False)
             head.weight = nn.Parameter(model.lm_head.weight[torch.tensor(text_ids)].clone(), requires_grad=False)
         body.vqmodel = nn.Identity()  # the encoder of pictures is not needed

@@ -52,7 +52,7 @@ def check_vocabulary(checkpoint: Path, tokenizer: Any, rows: int) -> None:
 
 
 def read_stock(checkpoint: Path, name: str, ignore: tuple[str, ...] = ()) -> Any:
-    """A stock transformers class from local safetensors, float32.
+    """A stock transformers class from local safetensors, in the precision they are stored in.
 
     Every missing, unexpected or mis-shaped tensor is an error, but those whose names begin with one of `ignore`.
     """
@@ -76,7 +76,7 @@ def read_stock(checkpoint: Path, name: str, ignore: tuple[str, ...] = ()) -> Any
     try:
         model, info = getattr(transformers, name).from_pretrained(
             checkpoint,
-            dtype=torch.float32,
+            dtype="auto",
             local_files_only=True,
             use_safetensors=True,
             ignore_mismatched_sizes=True,  # refused below, by name
@@ -97,13 +97,13 @@ def read_stock(checkpoint: Path, name: str, ignore: tuple[str, ...] = ()) -> Any
     return model.eval()
 
 
-def split_table(table: torch.Tensor, start: int, codes: list[int]) -> torch.Tensor:
+def split_table(table: torch.Tensor, start: int, codes: list[int]) -> list[torch.Tensor]:
     """An embedding table whose image ids lie together, as the bundle has it: codes in their order, then the text.
 
     `codes` are the text ids of the image codes 0..V-1, a permutation of start..start+V-1.
     """
     end = start + len(codes)
-    return torch.cat([table[torch.tensor(codes)], table[:start], table[end:]])
+    return [table[torch.tensor(codes)], table[:start], table[end:]]
 
 
 def check_codes(checkpoint: Path, codes: dict[int, int], expected: int) -> list[int]:
