@@ -4,23 +4,24 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import numpy as np
 import torch
 from torch import nn
 
-from csd_ops.contract import CONTROLS, SETTINGS_SIZE, STATE, Settings, cache_names
 from csd_ops.errors import CsdError
 from engines.onnx_runtime import OnnxRuntimeEngine
 from export.families.base import Loaded
-from runtime.bundle import IMAGE_DECODER, STEP, Manifest
+from export.segments import Window, run_windows
+from runtime.bundle import IMAGE_DECODER, STEP
 
 TOLERANCE = {"fp32": 1e-4, "fp16": 1e-2}  # worst logit difference, relative to the largest logit
 GREEDY = {"fp32": 0.999, "fp16": 0.98}  # least share of positions with the same best token
 PIXEL_TOLERANCE = 1  # levels of 255
 WINDOWS = (1, 5, 16, 3, 2, 8)
+LARGE = 500_000_000  # parameters from which fewer windows are compared
 FAR = 640  # most ids of the last window: errors that grow with the position show here
 
 
@@ -58,68 +59,41 @@ class Parity:
 
 def compare(loaded: Loaded, folder: Path, precision: str) -> Parity:
     """Compare the graphs in `folder` with the checkpoint in float32 (its weights rounded to the precision)."""
-    logits, greedy, positions = _compare_step(loaded, OnnxRuntimeEngine(folder / STEP), precision)
+    logits, greedy, positions = _compare_step(loaded, folder / STEP, precision)
     pixels = _compare_pixels(loaded, OnnxRuntimeEngine(folder / IMAGE_DECODER))
     return Parity(logits, TOLERANCE[precision], greedy, pixels, positions)
 
 
-@dataclass
-class StepRunner:
-    """The step graph with its caches, for any window: what comparisons need, not what decoding uses."""
-
-    engine: OnnxRuntimeEngine
-    manifest: Manifest
-    rows: int
-    capacity: int
-
-    def __post_init__(self) -> None:
-        manifest = self.manifest
-        dtype = np.float16 if manifest.precision == "fp16" else np.float32
-        shape = (self.rows, manifest.key_value_heads, self.capacity, manifest.head_size)
-        self.caches = {name: np.zeros(shape, dtype) for name in cache_names(manifest.layers)}
-
-    def __call__(self, ids: np.ndarray, length: np.ndarray) -> np.ndarray:
-        """Feed a window [R, W] at `length` [R]; logits [R, W, V]."""
-        rows, window = ids.shape
-        vocabulary = self.manifest.image_vocabulary
-        sizes = {"R": rows, "B": rows, "G": 1, "W": window, "V": vocabulary, "C": self.manifest.columns}
-        sizes |= {"T": window, "N": 1, str(SETTINGS_SIZE): SETTINGS_SIZE, "3": 3}
-        inputs = {
-            name: np.zeros([sizes[dim] for dim in shape], dtype) for name, (dtype, shape) in (STATE | CONTROLS).items()
-        }
-        inputs["ids"][:], inputs["length"][:], inputs["guidance"][:] = ids, length, 1.0
-        inputs["settings"][:] = Settings().vector()
-        logits = np.empty((rows, window, vocabulary), np.float32)
-        outputs = {f"next_{name}": array for name, array in self.caches.items()} | {"logits": logits}
-        self.engine.bind({**inputs, **self.caches}, outputs)()
-        return logits
-
-
-def _compare_step(loaded: Loaded, engine: OnnxRuntimeEngine, precision: str) -> tuple[float, float, int]:
+def _compare_step(loaded: Loaded, path: Path, precision: str) -> tuple[float, float, int]:
     """Feed random prompts of ragged lengths, then windows of which a random part is kept each time."""
     generator = np.random.default_rng(0)
-    manifest = loaded.manifest
-    rows, prompt = 3, 6
-    far = max(2, min(FAR, manifest.context - prompt - sum(WINDOWS), manifest.image_tokens))
-    capacity = prompt + sum(WINDOWS) + far
-    run = StepRunner(engine, manifest, rows, capacity)
+    manifest = replace(loaded.manifest, precision=precision)
+    large = sum(parameter.numel() for parameter in loaded.language_model.parameters()) > LARGE
+    rows, prompt, widths = (2, 6, WINDOWS[:3]) if large else (3, 6, WINDOWS)
+    far = max(2, min(FAR, manifest.context - prompt - sum(widths), manifest.image_tokens))
     text = generator.integers(0, manifest.text_vocabulary, (rows, prompt)) + manifest.image_vocabulary
     lengths = generator.integers(1, prompt + 1, rows)
-    run(text, np.zeros(rows, np.int64))  # ids past a row's length are overwritten by its first window
+    # ids past a row's length are overwritten by its first window
+    windows = [Window(text, np.zeros(rows, np.int64))]
     known = [list(text[row, : lengths[row]]) for row in range(rows)]
-    worst, same, positions, largest, finite = 0.0, 0, 0, 0.0, True
-    for window in (*WINDOWS, far):
-        fed = generator.integers(0, manifest.image_vocabulary, (rows, window))
-        length = np.array([len(ids) for ids in known], np.int64)
-        got = run(fed, length)
-        finite &= bool(np.isfinite(got).all())  # a NaN is lost in max()
+    before = []
+    for width in (*widths, far):
+        fed = generator.integers(0, manifest.image_vocabulary, (rows, width))
+        windows.append(Window(fed, np.array([len(ids) for ids in known], np.int64)))
+        before.append([list(ids) for ids in known])
         for row in range(rows):
-            expected = _full_forward(loaded, [*known[row], *fed[row]])[-window:]
+            known[row] += list(fed[row, : generator.integers(1, width + 1)])  # the rest is rolled back
+    found = run_windows(path, manifest, windows, prompt + sum(widths) + far)[1:]
+    worst, same, positions, largest, finite = 0.0, 0, 0, 0.0, True
+    for window, prefixes, got in zip(windows[1:], before, found, strict=True):
+        finite &= bool(np.isfinite(got).all())  # a NaN is lost in max()
+        width = window.ids.shape[1]
+        for row in range(rows):
+            expected = _full_forward(loaded, [*prefixes[row], *window.ids[row]])[-width:]
             worst = max(worst, float(np.abs(got[row] - expected).max()))
             largest = max(largest, float(np.abs(expected).max()))
             same += int((got[row].argmax(-1) == expected.argmax(-1)).sum())
-            positions += window
-            known[row] += list(fed[row, : generator.integers(1, window + 1)])  # the rest is rolled back
+            positions += width
     if not finite:
         return float("nan"), 0.0, positions
     return worst / largest, same / positions, positions

@@ -17,9 +17,9 @@ from csd_ops.rules import RULES
 from engines.onnx_runtime import OnnxRuntimeEngine
 from export import export_checkpoint
 from export.families import KNOWN
-from export.parity import StepRunner
 from runtime import ImageModel
 from runtime.bundle import STEP, Manifest
+from tests.export.step_runner import StepRunner
 from tests.models import write_tiny_emu3, write_tiny_janus, write_tiny_lumina
 
 WINDOWS = (2, 7, 1, 5, 3, 8, 1, 4)

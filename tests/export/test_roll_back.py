@@ -9,8 +9,8 @@ import numpy as np
 import pytest
 
 from engines.onnx_runtime import OnnxRuntimeEngine
-from export.parity import StepRunner
 from runtime.bundle import STEP, open_bundle
+from tests.export.step_runner import StepRunner
 
 torch = pytest.importorskip("torch")
 
