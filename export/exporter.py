@@ -11,12 +11,14 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from csd_ops.errors import InputError, MachineError
+from engines.machine import free_memory
 from runtime.bundle import IMAGE_DECODER, STEP, TOKENIZER, Bundle, open_bundle, write_manifest, writing_bundle
 
 if TYPE_CHECKING:
     from export.parity import Parity
 
 PRECISIONS = ("fp32", "fp16")
+MEMORY = 1_300_000_000  # bytes of PyTorch and its exporter, before any weight
 STAGES = ("load", "trace step", "write step", "image decoder", "compare", "check bundle")
 
 
@@ -56,6 +58,7 @@ def export_checkpoint(
     checkpoint = Path(checkpoint)
     with _machine_errors(output), writing_bundle(output) as folder:
         family = find_family(checkpoint)
+        check_room(checkpoint, folder, precision)
         import torch
 
         from csd_ops.onnx_function import attach_tail
@@ -84,6 +87,30 @@ def export_checkpoint(
         write_manifest(folder, manifest)
         open_bundle(folder)
     return open_bundle(output, verify=False), parity
+
+
+def check_room(checkpoint: Path, folder: Path, precision: str) -> None:
+    """Refuse an export that memory or disk cannot hold, with the figures, before anything is read.
+
+    Weights stay mapped from the checkpoint, whose pages the system takes back when it needs them; what an export holds
+    itself is PyTorch, one weight at a time, and one piece of the graph while it is compared: 2.8 GB at the sizes of
+    Janus-Pro-1B.
+    """
+    files = list(checkpoint.glob("*.safetensors")) or list(checkpoint.glob("*.bin"))
+    size = sum(path.stat().st_size for path in files)
+    needed, free = MEMORY + 3 * size // 8, free_memory()
+    if free is not None and needed > free:
+        raise MachineError(
+            f"expected about {needed / 1e9:.1f} GB of free memory to export {size / 1e9:.1f} GB, found "
+            f"{free / 1e9:.1f} GB; free some, or export on a larger machine"
+        )
+    bundle = size * (2 if precision == "fp32" else 1)  # at most: checkpoints are in half precision, or smaller
+    space = shutil.disk_usage(folder).free
+    if bundle > space:
+        raise MachineError(
+            f"expected up to {bundle / 1e9:.1f} GB of free disk at {folder.parent}, found {space / 1e9:.1f} GB; "
+            "free some, or name another output"
+        )
 
 
 @contextmanager

@@ -118,7 +118,8 @@ def build_engines(
 
 def needed_memory(bundle: Bundle, precision: str | None = None) -> str:
     """What a build takes, said before it starts."""
-    from engines.nvidia.builder import BUILD_FACTOR, BYTES, free_memory
+    from engines.machine import free_memory
+    from engines.nvidia.builder import BUILD_FACTOR, BYTES
 
     manifest = bundle.manifest
     chosen = precision or (manifest.precision if manifest.precision in ("fp16", "bf16") else "fp16")

@@ -1,8 +1,8 @@
 """Write a checkpoint with the sizes of Janus-Pro-1B and random weights: for measuring exports and steps at full size.
 
-The configuration is that of the published model (24 layers of 2048, 16 heads, 102400 text ids, 16384 codes, vision tower
-included); the weights are noise of a usual size in bfloat16, the tokenizer is the tests' word list with its special
-tokens. It takes 4.2 GB of disk and about 5 GB of memory.
+The configuration is that of the published model (24 layers of 2048, 16 heads, 102400 text ids, 16384 codes, vision
+tower included); the weights are noise of a usual size in bfloat16, the tokenizer is the tests' word list with its
+special tokens. It takes 4.2 GB of disk and about 5 GB of memory.
 
     .venv/bin/python -m scripts.write_full_size FOLDER
 """

@@ -20,6 +20,9 @@ SPECIAL = ["<pad>", "<bos>", "<eos>", "<begin_of_image>", "<end_of_image>", "<im
 WORDS = [*SPECIAL, "on", "apple", "cat", "red", "blue"]
 
 
+TINY_DECODER = {"base_channels": 32, "channel_multiplier": [1, 1], "num_res_blocks": 0, "latent_channels": 32}
+
+
 def write_tiny_janus(
     folder: Path,
     *,
@@ -31,8 +34,12 @@ def write_tiny_janus(
     key_value_heads: int | None = None,
     seed: int = 0,
     spread: float = 0.7,
+    published_decoder: bool = False,
 ) -> Path:
-    """Write a checkpoint whose logits have about this standard deviation and depend on all tokens before."""
+    """Write a checkpoint whose logits have about this standard deviation and depend on all tokens before.
+
+    `published_decoder`: the image decoder has the sizes of Janus-Pro's (16 pixels a code) instead of tiny ones.
+    """
     torch.manual_seed(seed)
     config = JanusConfig(
         text_config=LlamaConfig(
@@ -51,18 +58,16 @@ def write_tiny_janus(
             hidden_size=8,
             num_hidden_layers=1,
             num_attention_heads=1,
-            image_size=8 * side,  # transformers takes the token grid from here: image size / patch size
-            patch_size=8,
+            # transformers takes the token grid from here: image size / patch size
+            image_size=(16 if published_decoder else 8) * side,
+            patch_size=16 if published_decoder else 8,
             mlp_ratio=1.0,
             projection_dim=width,
             depth=1,
             num_image_tokens=side * side,
         ).to_dict(),
         vq_config=JanusVQVAEConfig(
-            base_channels=32,
-            channel_multiplier=[1, 1],
-            num_res_blocks=0,
-            latent_channels=32,
+            **({} if published_decoder else TINY_DECODER),
             embed_dim=8,
             num_embeddings=image_vocabulary,
             num_patches=side,

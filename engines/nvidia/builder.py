@@ -16,6 +16,7 @@ import onnx
 from csd_ops.contract import Coupling, Settings
 from csd_ops.errors import InputError, MachineError
 from csd_ops.kernels import ARCHITECTURES, compile_kernels, evaluate
+from engines.machine import free_memory
 from engines.nvidia.graph import PRECISIONS, StepSizes, Tail, decoder_copy, load_graph, step_copy
 from engines.nvidia.network import Parsed, check_contract, check_network, layer_dtypes, let_decompose, parse
 from engines.nvidia.plan import IMAGE_DECODER, PORTABLE, STEP, Card, write_card
@@ -191,15 +192,6 @@ def _check_memory(graph: Path, stored: str, precision: str, folder: Path) -> Non
         raise MachineError(
             f"expected {2 * weights / 1e9:.1f} GB of free disk at {folder}, found {space / 1e9:.1f} GB; free some"
         )
-
-
-def free_memory() -> int | None:
-    """Bytes of memory this machine can still give; None where it does not say."""
-    try:
-        lines = Path("/proc/meminfo").read_text("ascii").splitlines()
-    except OSError:
-        return None
-    return next((int(line.split()[1]) * 1024 for line in lines if line.startswith("MemAvailable:")), None)
 
 
 def device_memory(sizes: StepSizes, request: Request, plan: int) -> int:

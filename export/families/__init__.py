@@ -15,6 +15,8 @@ KNOWN = {
     "chameleon": "export.families.lumina",
     "emu3": "export.families.emu3",
 }
+# and of other layouts of the same families
+LAYOUTS = {"multi_modality": "export.families.janus_original"}
 
 
 def read_config(checkpoint: Path) -> dict[str, Any]:
@@ -38,10 +40,11 @@ def find_family(checkpoint: Path) -> Family:
     import importlib
 
     found = read_config(checkpoint).get("model_type")
-    if found not in KNOWN:
+    known = KNOWN | LAYOUTS
+    if found not in known:
         raise InputError(
-            f"expected a checkpoint of {', '.join(KNOWN)} in {checkpoint}, found model_type {found!r}; "
+            f"expected a checkpoint of {', '.join(known)} in {checkpoint}, found model_type {found!r}; "
             "this family cannot be exported"
         )
-    family: Family = importlib.import_module(KNOWN[found]).FAMILY
+    family: Family = importlib.import_module(known[found]).FAMILY
     return family

@@ -30,62 +30,66 @@ class Janus:
 
     def load(self, checkpoint: Path, size: tuple[int, int] | None = None, decoder: Path | None = None) -> Loaded:
         """Read a Janus checkpoint in transformers' layout (safetensors only)."""
-        if decoder is not None:
-            raise InputError(f"expected no image decoder for {self.name}, found {decoder}; the checkpoint has its own")
         check_settings(checkpoint)
-        model = read_stock(checkpoint, "JanusForConditionalGeneration")
-        inner = model.model
-        config, vq = model.config.text_config, model.config.vq_config
-        with torch.no_grad():
-            codes = torch.arange(inner.generation_embeddings.num_embeddings)
-            inner.generation_embeddings.float(), inner.generation_aligner.float(), inner.vqmodel.float()
-            images = model.prepare_embeddings_for_image_generation(codes[None])[0]
-            embedding = [images, inner.language_model.embed_tokens.weight.detach()]
-            vectors = functional.normalize(inner.vqmodel.quantize.embedding.weight, dim=-1)
-        side = vq.num_patches
-        tokens = model.config.vision_config.num_image_tokens
-        _check_grid(checkpoint, side * side, tokens, config.max_position_embeddings)
-        scale = 2 ** (len(vq.channel_multiplier) - 1)
-        if size not in (None, (side * scale, side * scale)):
-            raise InputError(
-                f"expected the size {side * scale}x{side * scale}, the only one {self.name} draws, found "
-                f"{size[0]}x{size[1]}; leave --size out"
-            )
-        manifest = Manifest(
-            family=self.name,
-            name=checkpoint.resolve().name,
-            precision="fp32",
-            image_vocabulary=len(codes),
-            text_vocabulary=inner.language_model.embed_tokens.num_embeddings,
-            image_id_start=-1,
-            tokens=side * side,
-            first=0,
-            rows=side,
-            columns=side,
-            codes_per_row=side,
-            width=side * scale,
-            height=side * scale,
-            layers=config.num_hidden_layers,
-            key_value_heads=config.num_key_value_heads,
-            head_size=getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads,
-            context=config.max_position_embeddings,
-            max_window=min(MAX_WINDOW, side * side),
-            max_prompt=min(512, config.max_position_embeddings - side * side),
-            recommended=_recommended(model),
-            **_prompt(checkpoint, inner.language_model.embed_tokens.num_embeddings, model.generation_config),
-        )
-        return Loaded(
-            model=model,
-            language_model=inner.language_model,
-            embedding=embedding,
-            head=inner.generation_head,
-            codes=vectors.detach().numpy(),
-            image_decoder=ImageDecoder(inner.vqmodel, side),
-            manifest=manifest,
-        )
+        return load_model(checkpoint, read_stock(checkpoint, "JanusForConditionalGeneration"), size, decoder)
 
 
 FAMILY = Janus()
+
+
+def load_model(checkpoint: Path, model: Any, size: tuple[int, int] | None, decoder: Path | None) -> Loaded:
+    """What the exporter needs of a stock model whose weights were read."""
+    if decoder is not None:
+        raise InputError(f"expected no image decoder for {Janus.name}, found {decoder}; the checkpoint has its own")
+    inner = model.model
+    config, vq = model.config.text_config, model.config.vq_config
+    with torch.no_grad():
+        codes = torch.arange(inner.generation_embeddings.num_embeddings)
+        inner.generation_embeddings.float(), inner.generation_aligner.float(), inner.vqmodel.float()
+        images = model.prepare_embeddings_for_image_generation(codes[None])[0]
+        embedding = [images, inner.language_model.embed_tokens.weight.detach()]
+        vectors = functional.normalize(inner.vqmodel.quantize.embedding.weight, dim=-1)
+    side = vq.num_patches
+    tokens = model.config.vision_config.num_image_tokens
+    _check_grid(checkpoint, side * side, tokens, config.max_position_embeddings)
+    scale = 2 ** (len(vq.channel_multiplier) - 1)
+    if size not in (None, (side * scale, side * scale)):
+        raise InputError(
+            f"expected the size {side * scale}x{side * scale}, the only one {Janus.name} draws, found "
+            f"{size[0]}x{size[1]}; leave --size out"
+        )
+    manifest = Manifest(
+        family=Janus.name,
+        name=checkpoint.resolve().name,
+        precision="fp32",
+        image_vocabulary=len(codes),
+        text_vocabulary=inner.language_model.embed_tokens.num_embeddings,
+        image_id_start=-1,
+        tokens=side * side,
+        first=0,
+        rows=side,
+        columns=side,
+        codes_per_row=side,
+        width=side * scale,
+        height=side * scale,
+        layers=config.num_hidden_layers,
+        key_value_heads=config.num_key_value_heads,
+        head_size=getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads,
+        context=config.max_position_embeddings,
+        max_window=min(MAX_WINDOW, side * side),
+        max_prompt=min(512, config.max_position_embeddings - side * side),
+        recommended=_recommended(model),
+        **_prompt(checkpoint, inner.language_model.embed_tokens.num_embeddings, model.generation_config),
+    )
+    return Loaded(
+        model=model,
+        language_model=inner.language_model,
+        embedding=embedding,
+        head=inner.generation_head,
+        codes=vectors.detach().numpy(),
+        image_decoder=ImageDecoder(inner.vqmodel, side),
+        manifest=manifest,
+    )
 
 
 class ImageDecoder(nn.Module):

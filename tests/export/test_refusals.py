@@ -98,3 +98,27 @@ def test_a_missing_package_is_named(toy_checkpoint: Path, tmp_path: Path, monkey
     with pytest.raises(MachineError, match=r"install `csd-toolkit\[export\]`"):
         export_checkpoint(toy_checkpoint, tmp_path / "out")
     assert not list(tmp_path.iterdir())
+
+
+def test_too_little_memory_is_told_before_anything_is_read(tmp_path: Path) -> None:
+    from tests.models import write_tiny_janus
+
+    checkpoint = write_tiny_janus(tmp_path / "checkpoint")
+    with (checkpoint / "model.safetensors").open("r+b") as file:
+        file.truncate(4 * 10**12)  # sparse: it takes no disk
+    with pytest.raises(MachineError, match=r"expected about 1501\.3 GB of free memory to export 4000\.0 GB, found"):
+        export_checkpoint(checkpoint, tmp_path / "bundle")
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["checkpoint"]
+
+
+def test_disk_is_compared_with_what_a_bundle_takes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    from export import exporter
+
+    checkpoint = tmp_path / "checkpoint"
+    checkpoint.mkdir()
+    free = shutil.disk_usage(tmp_path).free
+    with (checkpoint / "model.safetensors").open("wb") as file:
+        file.truncate(free)
+    monkeypatch.setattr(exporter, "free_memory", lambda: None)  # a machine that does not say
+    with pytest.raises(MachineError, match=r"expected up to .* GB of free disk at"):
+        exporter.check_room(checkpoint, tmp_path, "fp32")
