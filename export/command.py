@@ -20,6 +20,7 @@ def run(
     precision: str,
     size: tuple[int, int] | None,
     image_decoder: Path | None,
+    force: bool,
     console: Console,
 ) -> None:
     """Export, draw the stages, print what was compared."""
@@ -35,7 +36,13 @@ def run(
             progress.update(task, description=name, completed=number, total=count)
 
         bundle, parity = export_checkpoint(
-            checkpoint, output, precision=precision, size=size, image_decoder=image_decoder, on_stage=on_stage
+            checkpoint,
+            output,
+            precision=precision,
+            size=size,
+            image_decoder=image_decoder,
+            force=force,
+            on_stage=on_stage,
         )
     table = Table(title=f"{bundle.folder}: compared with PyTorch at {parity.positions} positions", title_justify="left")
     for column in ("what", "worst", "tolerance"):

@@ -17,7 +17,7 @@ from runtime.bundle import IMAGE_DECODER, STEP, TOKENIZER, Bundle, open_bundle, 
 if TYPE_CHECKING:
     from export.parity import Parity
 
-PRECISIONS = ("fp32", "fp16")
+PRECISIONS = ("fp32", "fp16", "bf16", "int8", "int4")
 MEMORY = 1_300_000_000  # bytes of PyTorch and its exporter, before any weight
 STAGES = ("load", "trace step", "write step", "image decoder", "compare", "check bundle")
 
@@ -29,6 +29,7 @@ def export_checkpoint(
     precision: str = "fp32",
     size: tuple[int, int] | None = None,
     image_decoder: str | PathLike[str] | None = None,
+    force: bool = False,
     on_stage: Callable[[str, int, int], None] | None = None,
 ) -> tuple[Bundle, Parity]:
     """Export a checkpoint folder to a bundle, compared with PyTorch before it is moved into place.
@@ -36,9 +37,11 @@ def export_checkpoint(
     Args:
         checkpoint: folder in transformers' layout, safetensors.
         output: bundle folder; an existing bundle stays until the new one has passed.
-        precision: fp32 or fp16, of weights, activations and cache; everything after the head is float32.
+        precision: fp32, fp16 or bf16, of weights, activations and cache; int8 or int4, of weights alone. Norms and
+            softmax are computed, and everything after the head is, in float32.
         size: width and height of the pictures in pixels; None: the family's usual size.
         image_decoder: file of an image decoder that the checkpoint lacks (Lumina-mGPT: Meta's vqgan.ckpt).
+        force: keep a bundle whose logits are further off than its precision explains.
         on_stage: called with (stage, number from 0, stages) before each stage.
 
     Raises:
@@ -64,6 +67,7 @@ def export_checkpoint(
         from csd_ops.onnx_function import attach_tail
         from export.image_decoder import trace_image_decoder
         from export.parity import compare
+        from export.quantise import BITS, quantise
         from export.step import save_graph, trace_step, write_step
 
         stage("load")
@@ -71,8 +75,10 @@ def export_checkpoint(
         manifest = replace(loaded.manifest, precision=precision, versions=versions())
         loaded = replace(loaded, manifest=manifest)
         stage("trace step")
-        dtype = torch.float16 if precision == "fp16" else torch.float32
-        traced = trace_step(loaded, dtype)
+        dtypes = {"fp16": torch.float16, "bf16": torch.bfloat16}
+        traced = trace_step(loaded, dtypes.get(precision, torch.float32))
+        if precision in BITS:
+            traced = quantise(traced, BITS[precision])
         attach_tail(traced.model, columns=manifest.columns, codes=loaded.codes)
         stage("write step")
         write_step(traced, loaded, folder / STEP)
@@ -82,7 +88,7 @@ def export_checkpoint(
         shutil.copyfile(checkpoint / TOKENIZER, folder / TOKENIZER)
         stage("compare")
         parity = compare(loaded, folder, precision)
-        parity.check(precision)
+        parity.check(precision, force=force)
         stage("check bundle")
         write_manifest(folder, manifest)
         open_bundle(folder)

@@ -6,19 +6,23 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
+from tempfile import TemporaryDirectory
 
 import numpy as np
 import torch
 from torch import nn
 
 from csd_ops.errors import CsdError
+from engines.nvidia.graph import load_graph, retype
 from engines.onnx_runtime import OnnxRuntimeEngine
 from export.families.base import Loaded
 from export.segments import Window, run_windows
 from runtime.bundle import IMAGE_DECODER, STEP
 
-TOLERANCE = {"fp32": 1e-4, "fp16": 1e-2}  # worst logit difference, relative to the largest logit
-GREEDY = {"fp32": 0.999, "fp16": 0.98}  # least share of positions with the same best token
+# Worst logit difference, relative to the largest logit
+TOLERANCE = {"fp32": 1e-4, "fp16": 1e-2, "bf16": 1e-2, "int8": 3e-2, "int4": 0.2}
+# Least share of positions with the same best token
+GREEDY = {"fp32": 0.999, "fp16": 0.98, "bf16": 0.97, "int8": 0.9, "int4": 0.5}
 PIXEL_TOLERANCE = 1  # levels of 255
 WINDOWS = (1, 5, 16, 3, 2, 8)
 LARGE = 500_000_000  # parameters from which fewer windows are compared
@@ -39,8 +43,10 @@ class Parity:
     pixels: int  # levels of 255
     positions: int  # compared
 
-    def check(self, precision: str) -> None:
-        """Raise ParityError when a difference is over its tolerance."""
+    def check(self, precision: str, *, force: bool = False) -> None:
+        """Raise ParityError when a difference is over its tolerance; `force` allows all but what is no number."""
+        if force and np.isfinite(self.logits):
+            return
         if not self.logits <= self.logits_tolerance:  # NaN fails too
             raise ParityError(
                 f"expected logits within {self.logits_tolerance:g} of PyTorch's, found {self.logits:.3g}; "
@@ -58,10 +64,26 @@ class Parity:
 
 
 def compare(loaded: Loaded, folder: Path, precision: str) -> Parity:
-    """Compare the graphs in `folder` with the checkpoint in float32 (its weights rounded to the precision)."""
-    logits, greedy, positions = _compare_step(loaded, folder / STEP, precision)
+    """Compare the graphs in `folder` with the checkpoint computed in float32.
+
+    A bfloat16 graph is widened first: ONNX Runtime's CPU has no such products, so that its rounding of activations is
+    not in the figures, that of its weights is.
+    """
+    with TemporaryDirectory(dir=folder) as work:
+        path = folder / STEP
+        if precision == "bf16":
+            path = widen_graph(path, Path(work))
+        logits, greedy, positions = _compare_step(loaded, path, precision)
     pixels = _compare_pixels(loaded, OnnxRuntimeEngine(folder / IMAGE_DECODER))
     return Parity(logits, TOLERANCE[precision], greedy, pixels, positions)
+
+
+def widen_graph(path: Path, work: Path) -> Path:
+    """A float32 copy of a step graph, in `work`."""
+    model = load_graph(path)
+    retype(model, path, "fp32", work)
+    (work / path.name).write_bytes(model.SerializeToString())
+    return work / path.name
 
 
 def _compare_step(loaded: Loaded, path: Path, precision: str) -> tuple[float, float, int]:

@@ -18,10 +18,10 @@ import functools
 import math
 import sys
 import warnings
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, BinaryIO
 
 import onnx
 import torch
@@ -190,6 +190,8 @@ class Weight:
     initializer: str
     parameter: str
     transposed: bool
+    bits: int = 0  # of a quantised weight, whose scales are the initializer `scales`
+    scales: str = ""
 
 
 @dataclass(frozen=True)
@@ -308,6 +310,8 @@ def write_step(
 
     `on_progress` is called with (bytes written, bytes in all).
     """
+    from export.quantise import pack
+
     model = traced.model
     initializers = {tensor.name: tensor for tensor in model.graph.initializer}
     sources = parameter_sources(loaded)
@@ -319,31 +323,36 @@ def write_step(
     with data.open("wb") as file, torch.no_grad():
         for weight, size in zip(traced.weights, sizes, strict=True):
             tensor = initializers[weight.initializer]
-            dtype = dtypes[tensor.data_type]
-            file.write(b"\0" * (-file.tell() % 64))  # aligned, so that it can be mapped
-            begin = file.tell()
-            for part in sources[weight.parameter]:
-                values = part.detach().to(dtype)
-                values = values.T if weight.transposed else values
-                values.contiguous().view(torch.uint8).numpy().tofile(file)
-            tensor.data_location = onnx.TensorProto.EXTERNAL
-            for key, value in (("location", data.name), ("offset", begin), ("length", file.tell() - begin)):
-                entry = tensor.external_data.add()
-                entry.key, entry.value = key, str(value)
+            dtype = dtypes.get(tensor.data_type, torch.float32)
+            if weight.bits:
+                (part,) = sources[weight.parameter]
+                packed, scales = pack(part.detach(), weight.bits)
+                _append(file, tensor, [packed])
+                _append(file, initializers[weight.scales], [scales])
+            else:
+                parts = (part.detach().to(dtype) for part in sources[weight.parameter])
+                _append(file, tensor, (part.T if weight.transposed else part for part in parts))
             done += size
             if on_progress:
                 on_progress(done, total)
         for tensor in model.graph.initializer:  # the rest: small constants, and the code vectors of the tail
             if tensor.data_location != onnx.TensorProto.EXTERNAL and len(tensor.raw_data) > 1024:
-                file.write(b"\0" * (-file.tell() % 64))
-                begin = file.tell()
-                file.write(tensor.raw_data)
+                values = torch.frombuffer(bytearray(tensor.raw_data), dtype=torch.uint8)
                 tensor.ClearField("raw_data")
-                tensor.data_location = onnx.TensorProto.EXTERNAL
-                for key, value in (("location", data.name), ("offset", begin), ("length", file.tell() - begin)):
-                    entry = tensor.external_data.add()
-                    entry.key, entry.value = key, str(value)
+                _append(file, tensor, [values])
     path.write_bytes(model.SerializeToString())
+
+
+def _append(file: BinaryIO, tensor: onnx.TensorProto, parts: Iterable[Tensor]) -> None:
+    """Write a tensor's values behind each other and refer to them; aligned, so that the file can be mapped."""
+    file.write(b"\0" * (-file.tell() % 64))
+    begin = file.tell()
+    for part in parts:
+        file.write(memoryview(part.contiguous().view(torch.uint8).numpy()))
+    tensor.data_location = onnx.TensorProto.EXTERNAL
+    for key, value in (("location", Path(file.name).name), ("offset", begin), ("length", file.tell() - begin)):
+        entry = tensor.external_data.add()
+        entry.key, entry.value = key, str(value)
 
 
 def parameter_sources(loaded: Loaded) -> dict[str, list[Tensor]]:

@@ -84,6 +84,11 @@ class CpuBackend:
     spinning: bool = False
 
     def __post_init__(self) -> None:
+        if self.bundle.manifest.precision == "bf16":
+            raise InputError(
+                f"expected a bundle in fp32, fp16, int8 or int4 for the CPU, found bf16 in {self.bundle.folder}: ONNX "
+                "Runtime has no bfloat16 products there; export it again, or build an engine with `csd build`"
+            )
         options: Any = {"threads": self.threads_wanted, "spinning": self.spinning}
         self.step = OnnxRuntimeEngine(self.bundle.path(STEP), **options)
         self._image_decoder = OnnxRuntimeEngine(self.bundle.path(IMAGE_DECODER), **options)

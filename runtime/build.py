@@ -70,6 +70,11 @@ def build_engines(
     from engines.nvidia.toolchain import find_toolchain
 
     manifest = bundle.manifest
+    if manifest.precision in ("int8", "int4"):
+        raise InputError(
+            f"expected a bundle in fp32, fp16 or bf16 for TensorRT, found {manifest.precision}, which is for the CPU; "
+            "export the checkpoint again"
+        )
     precision = precision or (manifest.precision if manifest.precision in ("fp16", "bf16") else "fp16")
     if precision not in PRECISIONS:
         raise InputError(f"expected precision of {', '.join(PRECISIONS)}, found {precision!r}; choose one of them")

@@ -265,8 +265,9 @@ def list_presets(bundle: BundleOption = None) -> None:
 def export_command(
     checkpoint: Annotated[Path, typer.Argument(help="Checkpoint folder in transformers' layout.")],
     output: Annotated[Path, typer.Option("--output", "-o", help="Bundle folder to write.")],
-    precision: Annotated[str, typer.Option(help="fp32 or fp16.")] = "fp32",
+    precision: Annotated[str, typer.Option(help="fp32, fp16, bf16 (GPU), int8 or int4 (CPU).")] = "fp32",
     size: Annotated[str | None, typer.Option(help="Pictures' WIDTHxHEIGHT; without it the family's usual.")] = None,
+    force: Annotated[bool, typer.Option("--force", help="Keep it though its logits are too far off.")] = False,
     image_decoder: Annotated[
         Path | None, typer.Option(help="Image decoder's file, where the checkpoint has none (Lumina-mGPT: vqgan.ckpt).")
     ] = None,
@@ -274,7 +275,7 @@ def export_command(
     """Export a checkpoint to a bundle and compare it with PyTorch."""
     from export.command import run
 
-    run(checkpoint, output, precision, parse_size(size), image_decoder, console)
+    run(checkpoint, output, precision, parse_size(size), image_decoder, force, console)
 
 
 def parse_size(text: str | None) -> tuple[int, int] | None:

@@ -180,9 +180,9 @@ def retype(model: onnx.ModelProto, path: Path, precision: str, folder: Path) -> 
     body = [node for node in graph.node if node.domain != DOMAIN]
     embeddings = [node for node in body if node.op_type == "Gather" and node.input[0] in weights]
     source = weights[embeddings[0].input[0]].data_type
+    _name_biases(model, weights)
     if source == target:
         return path
-    _name_biases(model, weights)
     caches = {value.name for value in graph.input if value.name.startswith(("key_", "value_"))}
     hidden = set(caches)  # tensors of the target type
     floats = _float_tensors(model)
