@@ -74,7 +74,7 @@ def test_wrong_input_is_one_sentence_and_exit_2(tmp_path: Path, arguments: tuple
 
 
 def test_inspect_and_presets_print(tmp_path: Path) -> None:
-    assert "16 x 16 tokens" in csd("inspect").stdout
+    assert "16 x 16 codes, 256 tokens" in csd("inspect").stdout
     shown = csd("presets").stdout
     assert "csd-paper" in shown and "sjd-gumbel" in shown
 
