@@ -169,5 +169,5 @@ def test_map_shows_what_was_decided(demo: ImageModel) -> None:
     assert (
         decoded.accepted[decoded.pass_of == 1].tolist() == [(decoded.pass_of == 1).sum()] * (decoded.pass_of == 1).sum()
     )
-    sheet = draw_map(made.pixels[0], decoded, 16, 16)
+    sheet = draw_map(made.pixels[0], decoded, demo.bundle.manifest)
     assert sheet.width > 4 * 300 and np.asarray(sheet).std() > 20
