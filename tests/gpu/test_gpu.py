@@ -40,6 +40,10 @@ def device() -> CudaDevice:
 
 @pytest.fixture(scope="session")
 def kernels(device: CudaDevice) -> Backend:
+    return on_gpu(device)
+
+
+def on_gpu(device: CudaDevice) -> Backend:
     """Both kernels on the GPU, for one case."""
 
     def run(case: Case) -> dict[str, np.ndarray]:
@@ -187,7 +191,7 @@ def test_compute_sanitizer_finds_nothing() -> None:
         pytest.skip("needs compute-sanitizer, of the CUDA toolkit")
     script = (
         "from tests.gpu.test_gpu import *; from engines.nvidia.device import CudaDevice;"
-        "run = kernels.__wrapped__(CudaDevice());"
+        "run = on_gpu(CudaDevice());"
         "[compare(run, generate(seed, Settings(top_k=5, top_p=0.9, coupling=coupling, **rule.settings()), window=6,"
         " vocabulary=300)) for seed, (coupling, rule) in enumerate(zip(Coupling, (Csd(), Gsd(size=5), Csd())))]"
     )
