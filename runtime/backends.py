@@ -7,6 +7,7 @@ there is one and a GPU, and the CPU otherwise. What was taken stands in `provide
 from __future__ import annotations
 
 import hashlib
+from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol
@@ -132,7 +133,8 @@ class TensorRtBackend:
             )
         self.provider = f"{self.toolchain.kind.module} {self.toolchain.version}, {self.gpu.name}"
         self._device: CudaDevice | None = None
-        self._decoder: Any = None
+        self._decoder: Callable[[np.ndarray], np.ndarray] | None = None
+        self._cpu: CpuBackend | None = None
 
     def _wanted(self, setup: Setup) -> Any:
         from engines.nvidia.builder import settings_of
@@ -154,7 +156,7 @@ class TensorRtBackend:
     def loop(self, setup: Setup) -> Loop:
         """The plan that fits, captured; the loop before is used again where nothing but the pictures has changed."""
         from engines.nvidia.engine import PROMPT, WINDOW, TensorRtPlan
-        from engines.nvidia.plan import choose, read_plan
+        from engines.nvidia.plan import choose, image_decoder, read_plan
         from runtime.device_loop import DeviceLoop
 
         card = choose(self.bundle.folder, self._wanted(setup))
@@ -174,7 +176,9 @@ class TensorRtBackend:
             capacity=card.capacity,
             longest_prompt=card.prompt,
         )
-        self.provider = f"{window.provider}, {'CUDA graph' if made.captured else 'queued'}"
+        self._open_decoder(image_decoder(self.bundle.folder, self._wanted(setup)), device)
+        pixels = "GPU" if self._decoder else "CPU"
+        self.provider = f"{window.provider}, {'CUDA graph' if made.captured else 'queued'}, pixels on the {pixels}"
         self._loops = [(setup, made)]
         return made
 
@@ -185,12 +189,35 @@ class TensorRtBackend:
             self._device = CudaDevice(read_kernels(self.bundle, card, self.gpu.compute_capability))
         return self._device
 
+    def _open_decoder(self, card: Card | None, device: CudaDevice) -> None:
+        """The image decoder's plan with buffers for one picture; none where the bundle has no plan that fits."""
+        if card is None or self._decoder is not None:
+            return
+        from engines.nvidia.engine import TensorRtPlan
+        from engines.nvidia.plan import read_plan
+
+        manifest = self.bundle.manifest
+        engine = TensorRtPlan(self.toolchain, card, read_plan(self.bundle.folder, card), device).context(0)
+        codes = device.allocate((1, manifest.codes), "int64")
+        pixels = device.allocate((1, manifest.height, manifest.width, 3), "uint8")
+        (source,), (target,) = engine.inputs, engine.outputs
+        run, read = engine.bind({source: codes}, {target: pixels}), device.reader(pixels)
+
+        def decode(values: np.ndarray) -> np.ndarray:
+            device.write(codes, values)
+            run()
+            return read().wait()
+
+        self._decoder = decode
+
     def decode_image(self, tokens: np.ndarray) -> np.ndarray:
-        """With the bundle's plan, or on the CPU where it has none that fits."""
+        """With the bundle's plan, or on the CPU where it has none that fits; `provider` says which."""
         if self._decoder is None:
-            self._decoder = CpuBackend(self.bundle)
-        pixels: np.ndarray = self._decoder.decode_image(tokens)
-        return pixels
+            if self._cpu is None:
+                self._cpu = CpuBackend(self.bundle)
+            return self._cpu.decode_image(tokens)
+        codes = self.bundle.manifest.grid(tokens).reshape(len(tokens), 1, -1)
+        return np.concatenate([self._decoder(picture) for picture in codes])
 
 
 @dataclass

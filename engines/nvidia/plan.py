@@ -8,7 +8,7 @@ before TensorRT sees it.
 from __future__ import annotations
 
 import json
-from dataclasses import asdict, dataclass, field, fields
+from dataclasses import asdict, dataclass, field, fields, replace
 from pathlib import Path
 from typing import Any
 
@@ -163,6 +163,14 @@ def choose(bundle: Path, wanted: Wanted) -> Card:
             return card
     reason, card = reasons[-1]
     raise InputError(f"{reason} ({card.name}.plan); {remedy}")
+
+
+def image_decoder(bundle: Path, wanted: Wanted) -> Card | None:
+    """The image decoder's plan that fits this machine and bundle; None if there is none."""
+    for card in cards(bundle, IMAGE_DECODER):
+        if unfit(card, replace(wanted, window=card.window, prompt=card.prompt, rows=card.rows)) is None:
+            return card
+    return None
 
 
 def read_plan(bundle: Path, card: Card) -> bytes:

@@ -10,7 +10,18 @@ import pytest
 
 from csd_ops.errors import InputError, MachineError
 from engines.nvidia.device import Gpu, check_driver
-from engines.nvidia.plan import FOLDER, PORTABLE, Card, Wanted, choose, read_card, read_plan, unfit, write_card
+from engines.nvidia.plan import (
+    FOLDER,
+    PORTABLE,
+    Card,
+    Wanted,
+    choose,
+    image_decoder,
+    read_card,
+    read_plan,
+    unfit,
+    write_card,
+)
 
 CARD = Card(
     what="step",
@@ -87,6 +98,14 @@ def test_portable_plans_and_fixed_settings() -> None:
     fixed = replace(CARD, tail="function", preset="csd", settings={"delta": 0.65})
     assert unfit(fixed, replace(WANTED, settings={"delta": 0.65})) is None
     assert "found one with those of csd fixed" in str(unfit(fixed, replace(WANTED, settings={"delta": 0.5})))
+
+
+def test_the_image_decoder_fits_by_machine_and_bundle(bundle: Path) -> None:
+    decoder = replace(CARD, what="image_decoder", tail="", attention="none")
+    write_card(bundle / FOLDER, decoder)
+    assert image_decoder(bundle, replace(WANTED, window=40, prompt=99, rows=2)) == decoder
+    assert image_decoder(bundle, replace(WANTED, version="1.8")) is None
+    assert choose(bundle, WANTED) == CARD, "the step's plan is another"
 
 
 def test_no_plan_at_all(tmp_path: Path) -> None:
