@@ -270,6 +270,12 @@ def _elementwise(layer: Any, given: list[Array]) -> Array:
     return ELEMENTWISE[layer.op.name](_f(given[0]), _f(given[1]))
 
 
+def _known(table: dict[str, Callable[[Array], Array]], layer: Any, name: str) -> Callable[[Array], Array]:
+    if name not in table:
+        raise InputError(f"expected a function that the interpreter knows, found {name.lower()} in {layer.name}")
+    return table[name]
+
+
 def _erf(x: Array) -> Array:
     return np.vectorize(math.erf, otypes=[np.float64])(x)
 
@@ -293,7 +299,7 @@ UNARY: dict[str, Callable[[Array], Array]] = {
 
 
 def _unary(layer: Any, given: list[Array]) -> Array:
-    return UNARY[layer.op.name](_f(given[0]))
+    return _known(UNARY, layer, layer.op.name)(_f(given[0]))
 
 
 ACTIVATION: dict[str, Callable[[Array], Array]] = {
@@ -309,7 +315,7 @@ def _activation(layer: Any, given: list[Array]) -> Array:
     kind = layer.type.name
     if kind == "CLIP":
         return np.clip(_f(given[0]), layer.alpha, layer.beta)
-    return ACTIVATION[kind](_f(given[0]))
+    return _known(ACTIVATION, layer, kind)(_f(given[0]))
 
 
 def _axes(mask: int) -> tuple[int, ...]:
@@ -371,6 +377,8 @@ def _convolution(layer: Any, given: list[Array]) -> Array:
     bias = _f(given[2] if len(given) > 2 and given[2].size else _weights(layer.bias))
     if groups != 1 or any(step != 1 for step in dilation):
         raise InputError(f"expected a plain convolution, found groups or dilation in {layer.name}")
+    if not layer.padding_mode.name.startswith("EXPLICIT"):
+        raise InputError(f"expected explicit padding, found {layer.padding_mode.name.lower()} in {layer.name}")
     padding = [(0, 0), (0, 0), *zip(layer.pre_padding, layer.post_padding, strict=True)]
     space = tuple(range(2, x.ndim))
     windows = np.lib.stride_tricks.sliding_window_view(np.pad(x, padding), size, axis=space)
@@ -406,6 +414,8 @@ def _resize(layer: Any, given: list[Array]) -> Array:
         sizes = [int(size * scale) for size, scale in zip(value.shape, scales, strict=True)]
     else:
         sizes = static
+    if scales and any(size * scale % 1 for size, scale in zip(value.shape, scales, strict=True)):
+        raise InputError(f"expected resizing to whole sizes, found scales {scales} in {layer.name}")
     how, rounding = layer.coordinate_transformation.name, layer.nearest_rounding.name
     rounds: dict[str, Callable[[Array], Array]] = {
         "FLOOR": np.floor,

@@ -5,6 +5,7 @@ What is refused before it is interpreted stands in test_networks.py.
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -228,6 +229,14 @@ def test_a_layer_equals_onnx_runtime(rtx: Toolchain, name: str) -> None:
         np.testing.assert_allclose(found[output.name], value, rtol=tolerance, atol=tolerance)
 
 
+def test_halves_are_computed_in_float32(rtx: Toolchain) -> None:
+    """Rounded once, after the layer: within half precision a softmax over so many would be off by 1 %."""
+    model, given = Case("Softmax", [f16(4, 300) * 2], attributes={"axis": -1}).graph()
+    found = interpret(parse(rtx, model, Path("x.onnx")), given)["made_0"]
+    mass = np.exp(given["x0"].astype(np.float64))
+    np.testing.assert_allclose(found, mass / mass.sum(-1, keepdims=True), rtol=1e-3, atol=1e-7)
+
+
 def test_a_layer_that_is_not_known_is_told(rtx: Toolchain) -> None:
     model, given = Case("Einsum", [f32(2, 3), f32(3, 4)], attributes={"equation": "ij,jk->ik"}).graph()
     with pytest.raises(InputError, match=r"expected a layer that the interpreter knows, found einsum \(node\)"):
@@ -449,6 +458,20 @@ def test_the_probe_sees_every_layer_in_the_declared_dtype(demo_step: Parsed) -> 
     assert len(layers) == demo_step.network.num_layers
     assert found.keys() == demo_step.outputs().keys()
     assert all(seen[name] is value for name, value in found.items())
+
+
+def test_values_are_freed_after_their_last_reader(demo_step: Parsed) -> None:
+    """A whole model's activations at once would not fit into memory."""
+    _, caches = step_inputs(demo_step)
+    made: list[weakref.ref[np.ndarray]] = []
+    alive = []
+
+    def probe(layer: Any, values: list[np.ndarray]) -> None:
+        made.extend(map(weakref.ref, values))
+        alive.append(sum(value() is not None for value in made))
+
+    interpret(demo_step, {"ids": np.zeros((ROWS, 2), np.int64), "length": np.array([0, 4, 8]), **caches}, probe)
+    assert alive[-1] < len(made) / 4
 
 
 def test_inputs_are_left_as_they_were(demo_step: Parsed) -> None:
