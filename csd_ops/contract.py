@@ -138,6 +138,15 @@ def cache_names(layers: int) -> list[str]:
     return [f"{part}_{layer}" for layer in range(layers) for part in ("key", "value")]
 
 
+CAPACITY_STEP = 64  # cache slots are allocated in multiples of this
+
+
+def cache_capacity(prompt: int, image_tokens: int, window: int) -> int:
+    """S: the prompt, the picture, and one window or prompt written beyond it, in steps of CAPACITY_STEP."""
+    needed = prompt + image_tokens + max(window, prompt)
+    return -(-needed // CAPACITY_STEP) * CAPACITY_STEP
+
+
 def grammar_table(forced: dict[int, int], tokens: int, window: int) -> np.ndarray:
     """The `grammar` input, int64 [tokens + window]: FREE, the forced id, or NOTHING past the end."""
     table = np.full(tokens + window, NOTHING, dtype=np.int64)

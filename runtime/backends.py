@@ -76,6 +76,24 @@ def _best(bundle: Bundle) -> str:
     return "cpu"
 
 
+class CpuImageDecoder:
+    """The image decoder with ONNX Runtime on the CPU: whatever the step runs on, and in any of its precisions."""
+
+    def __init__(self, bundle: Bundle, threads: int | None = None, spinning: bool = False) -> None:
+        self._manifest = bundle.manifest
+        self._engine = OnnxRuntimeEngine(bundle.path(IMAGE_DECODER), threads=threads, spinning=spinning)
+
+    def __call__(self, tokens: np.ndarray) -> np.ndarray:
+        """Image tokens int64 [n, N] to pixels uint8 [n, height, width, 3]."""
+        manifest = self._manifest
+        pixels = np.empty((len(tokens), manifest.height, manifest.width, 3), np.uint8)
+        codes = np.ascontiguousarray(manifest.grid(tokens).reshape(len(tokens), -1), np.int64)
+        (source,), (target,) = self._engine.inputs, self._engine.outputs
+        for index in range(len(tokens)):
+            self._engine.bind({source: codes[index : index + 1]}, {target: pixels[index : index + 1]})()
+        return pixels
+
+
 @dataclass
 class CpuBackend:
     """ONNX Runtime on the CPU."""
@@ -92,7 +110,7 @@ class CpuBackend:
             )
         options: Any = {"threads": self.threads_wanted, "spinning": self.spinning}
         self.step = OnnxRuntimeEngine(self.bundle.path(STEP), **options)
-        self._image_decoder = OnnxRuntimeEngine(self.bundle.path(IMAGE_DECODER), **options)
+        self._image_decoder = CpuImageDecoder(self.bundle, **options)
         self.provider, self.threads = self.step.provider, self.step.threads
 
     def loop(self, setup: Setup) -> Loop:
@@ -101,13 +119,7 @@ class CpuBackend:
 
     def decode_image(self, tokens: np.ndarray) -> np.ndarray:
         """See Backend."""
-        manifest = self.bundle.manifest
-        pixels = np.empty((len(tokens), manifest.height, manifest.width, 3), np.uint8)
-        codes = np.ascontiguousarray(manifest.grid(tokens).reshape(len(tokens), -1), np.int64)
-        (source,), (target,) = self._image_decoder.inputs, self._image_decoder.outputs
-        for index in range(len(tokens)):
-            self._image_decoder.bind({source: codes[index : index + 1]}, {target: pixels[index : index + 1]})()
-        return pixels
+        return self._image_decoder(tokens)
 
 
 @dataclass
@@ -134,7 +146,7 @@ class TensorRtBackend:
         self.provider = f"{self.toolchain.kind.module} {self.toolchain.version}, {self.gpu.name}"
         self._device: CudaDevice | None = None
         self._decoder: Callable[[np.ndarray], np.ndarray] | None = None
-        self._cpu: CpuBackend | None = None
+        self._cpu: CpuImageDecoder | None = None
 
     def _wanted(self, setup: Setup) -> Any:
         from engines.nvidia.builder import settings_of
@@ -214,8 +226,8 @@ class TensorRtBackend:
         """With the bundle's plan, or on the CPU where it has none that fits; `provider` says which."""
         if self._decoder is None:
             if self._cpu is None:
-                self._cpu = CpuBackend(self.bundle)
-            return self._cpu.decode_image(tokens)
+                self._cpu = CpuImageDecoder(self.bundle)
+            return self._cpu(tokens)
         codes = self.bundle.manifest.grid(tokens).reshape(len(tokens), 1, -1)
         return np.concatenate([self._decoder(picture) for picture in codes])
 
@@ -232,7 +244,7 @@ class CudaBackend:
 
         self.device = CudaDevice()
         self.provider = f"ONNX Runtime CUDAExecutionProvider, {self.bundle.manifest.precision}, {self.device.name}"
-        self._decoder: CpuBackend | None = None
+        self._image_decoder = CpuImageDecoder(self.bundle)
 
     def loop(self, setup: Setup) -> Loop:
         """The step up to its logits with ONNX Runtime, then the kernels. Queued: ONNX Runtime is not captured."""
@@ -254,21 +266,17 @@ class CudaBackend:
 
     def decode_image(self, tokens: np.ndarray) -> np.ndarray:
         """On the CPU."""
-        if self._decoder is None:
-            self._decoder = CpuBackend(self.bundle)
-        return self._decoder.decode_image(tokens)
+        return self._image_decoder(tokens)
 
 
 def read_codes(bundle: Bundle) -> np.ndarray:
     """Vectors of the image codes, float32 [V, E], from the step graph."""
     try:
-        import onnx
-        from onnx import numpy_helper
+        from engines.nvidia.graph import load_graph, read_initializer
     except ImportError:
         raise MachineError("expected onnx to read the bundle's graph, found none; install `csd-toolkit[gpu]`") from None
-    graph = onnx.load(str(bundle.path(STEP)), load_external_data=False).graph
-    codes = next(tensor for tensor in graph.initializer if tensor.name == "codes")
-    return np.asarray(numpy_helper.to_array(codes, base_dir=str(bundle.folder)), np.float32)
+    path = bundle.path(STEP)
+    return read_initializer(load_graph(path), "codes", path)
 
 
 def read_kernels(bundle: Bundle, card: Card, capability: tuple[int, int]) -> bytes | None:

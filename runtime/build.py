@@ -22,6 +22,12 @@ def bundle_identity(bundle: Bundle) -> str:
     return hashlib.sha256("".join(bundle.files[name]["sha256"] for name in names).encode()).hexdigest()
 
 
+def default_precision(bundle: Bundle) -> str:
+    """The bundle's if that is half precision, else fp16."""
+    stored = bundle.manifest.precision
+    return stored if stored in ("fp16", "bf16") else "fp16"
+
+
 def build_engines(
     bundle: Bundle,
     *,
@@ -75,7 +81,7 @@ def build_engines(
             f"expected a bundle in fp32, fp16 or bf16 for TensorRT, found {manifest.precision}, which is for the CPU; "
             "export the checkpoint again"
         )
-    precision = precision or (manifest.precision if manifest.precision in ("fp16", "bf16") else "fp16")
+    precision = precision or default_precision(bundle)
     if precision not in PRECISIONS:
         raise InputError(f"expected precision of {', '.join(PRECISIONS)}, found {precision!r}; choose one of them")
     if tail is not None and tail not in set(Tail):
@@ -127,7 +133,7 @@ def needed_memory(bundle: Bundle, precision: str | None = None) -> str:
     from engines.nvidia.builder import BUILD_FACTOR, BYTES
 
     manifest = bundle.manifest
-    chosen = precision or (manifest.precision if manifest.precision in ("fp16", "bf16") else "fp16")
+    chosen = precision or default_precision(bundle)
     stored = int(bundle.files.get(WEIGHTS, {"size": 0})["size"])
     weights = stored * BYTES.get(chosen, 4) // BYTES.get(manifest.precision, 4)
     free = free_memory()

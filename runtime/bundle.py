@@ -29,6 +29,13 @@ IMAGE_DECODER = "image_decoder.onnx"
 TOKENIZER = "tokenizer.json"
 
 
+def text_id(identifier: int, image_id_start: int, image_vocabulary: int) -> int:
+    """The id of a text id in a bundle's one id space: image codes first, then the text ids that are none."""
+    if image_id_start < 0 or identifier < image_id_start:
+        return image_vocabulary + identifier
+    return identifier  # behind the image codes: their number is taken off, and V is added
+
+
 @dataclass(frozen=True)
 class Manifest:
     """What `bundle.json` says of the model. Sizes are in tokens, codes or pixels."""
@@ -80,9 +87,7 @@ class Manifest:
 
     def text_id(self, identifier: int) -> int:
         """The id of a text id in the bundle's one id space."""
-        if self.image_id_start < 0 or identifier < self.image_id_start:
-            return self.image_vocabulary + identifier
-        return identifier  # behind the image codes: their number is taken off, and V is added
+        return text_id(identifier, self.image_id_start, self.image_vocabulary)
 
 
 @dataclass(frozen=True)

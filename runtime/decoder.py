@@ -13,11 +13,21 @@ from typing import Protocol
 
 import numpy as np
 
-from csd_ops.contract import FREE, MEASURES, NOTHING, UNIFORMS, Coupling, Fresh, Kind, Settings, grammar_table
+from csd_ops.contract import (
+    FREE,
+    MEASURES,
+    NOTHING,
+    UNIFORMS,
+    Coupling,
+    Fresh,
+    Kind,
+    Settings,
+    cache_capacity,
+    grammar_table,
+)
 from csd_ops.errors import InputError
 from runtime.bundle import Manifest
 
-CAPACITY_BUCKET = 64  # cache slots are allocated in multiples of this
 _LOWEST = np.float32(2.0**-23)
 _HIGHEST = np.float32(1 - 2.0**-23)
 
@@ -119,9 +129,8 @@ class Setup:
 
     @property
     def capacity(self) -> int:
-        """S: the prompt, the picture and one window or prompt beyond, in buckets."""
-        needed = self.prompt + self.manifest.image_tokens + max(self.window, self.prompt)
-        return -(-needed // CAPACITY_BUCKET) * CAPACITY_BUCKET
+        """S, cache slots of a row."""
+        return cache_capacity(self.prompt, self.manifest.image_tokens, self.window)
 
     @cached_property
     def grammar(self) -> np.ndarray:

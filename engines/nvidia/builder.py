@@ -13,7 +13,7 @@ from typing import Any
 
 import onnx
 
-from csd_ops.contract import Coupling, Settings
+from csd_ops.contract import Coupling, Settings, cache_capacity
 from csd_ops.errors import InputError, MachineError
 from csd_ops.kernels import ARCHITECTURES, compile_kernels, evaluate
 from engines.machine import free_memory
@@ -23,7 +23,6 @@ from engines.nvidia.plan import IMAGE_DECODER, PORTABLE, STEP, Card, write_card
 from engines.nvidia.toolchain import Toolchain
 from engines.nvidia.verification import reference_session, verify_image_decoder, verify_step
 
-ROOM = 64  # capacities are multiples of this
 BYTES = {"fp32": 4, "fp16": 2, "bf16": 2}
 BUILD_FACTOR = 4  # a build takes up to this many times the weights in host memory
 # What a build did, for a progress bar: phase, steps done, steps in all
@@ -48,9 +47,8 @@ class Request:
 
     @property
     def capacity(self) -> int:
-        """S: the prompt, the picture and one window or prompt beyond, in steps of 64."""
-        needed = self.prompt + self.image_tokens + max(self.window, self.prompt)
-        return -(-needed // ROOM) * ROOM
+        """S, cache slots of a row."""
+        return cache_capacity(self.prompt, self.image_tokens, self.window)
 
     @property
     def rows(self) -> int:
@@ -68,7 +66,7 @@ def build_step(
     verify: bool = False,
     on_progress: Progress | None = None,
 ) -> Card:
-    """Build the step's plan into `folder`, with its card and, for a kernel tail, the kernels' PTX.
+    """Build the step's plan into `folder`, with its card and the kernels' PTX.
 
     Args:
         toolchain: the builder.

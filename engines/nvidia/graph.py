@@ -93,7 +93,7 @@ def step_copy(
         for dim in value.type.tensor_type.shape.dim:
             if dim.dim_param == "S":
                 dim.dim_value = capacity
-    codes = _initializer(model, "codes", path)
+    codes = read_initializer(model, "codes", path)
     path = retype(model, path, precision, folder)
     if tail == Tail.PLUGIN:
         del model.functions[:]
@@ -132,7 +132,7 @@ def _make_room(model: onnx.ModelProto, other: onnx.GraphProto) -> None:
         tensor.name = free(tensor.name)
 
 
-def _initializer(model: onnx.ModelProto, name: str, path: Path) -> np.ndarray:
+def read_initializer(model: onnx.ModelProto, name: str, path: Path) -> np.ndarray:
     """A weight's values."""
     tensor = next(tensor for tensor in model.graph.initializer if tensor.name == name)
     return numpy_helper.to_array(tensor, base_dir=str(path.parent))

@@ -35,7 +35,6 @@ class VerificationError(MachineError):
 class Agreement:
     """How well two runs agree."""
 
-    passes: int = 0
     errors: dict[str, float] = field(default_factory=dict)  # output -> worst error, relative to the largest value
     same: dict[str, float] = field(default_factory=dict)  # integer output -> least share of equal values
 
@@ -48,11 +47,6 @@ class Agreement:
         one, other = found.astype(np.float64), expected.astype(np.float64)
         error = float(np.abs(one - other).max() / max(np.abs(other).max(), 1e-9))
         self.errors[name] = max(self.errors.get(name, 0.0), error if np.isfinite(error) else np.inf)
-
-    @property
-    def worst(self) -> float:
-        """The largest error."""
-        return max(self.errors.values(), default=0.0)
 
     def check(self, precision: str) -> None:
         """VerificationError when an output is further off than the precision explains."""
@@ -124,7 +118,6 @@ def verify_step(
                 theirs[name.removeprefix("next_")] = wanted[name]
             if name != "next_ids":  # drafts of positions no pass has seen follow the drawn tokens
                 agreement.add(name, found[name], wanted[name])
-        agreement.passes += 1
         # ragged: every row keeps another share of what was fed; the fourth pass is rolled back further
         kept = generator.integers(1, width + 1, rows)
         length = np.clip(length + kept - (3 if number == 2 else 0), 1, room)

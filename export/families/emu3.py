@@ -21,11 +21,12 @@ from export.families.reading import (
     check_codes,
     check_settings,
     check_vocabulary,
+    image_head,
     read_stock,
     read_tokenizer,
     split_table,
 )
-from runtime.bundle import Manifest
+from runtime.bundle import Manifest, text_id
 
 IMAGE_START, IMAGE_TOKEN, IMAGE_END = "<|image start|>", "<|image token|>", "<|image end|>"
 END_OF_LINE, END_OF_FILE = "<|extra_200|>", "<|extra_201|>"
@@ -67,13 +68,12 @@ class Emu3:
         rows, columns = height // pixels, width // pixels + 1
         with torch.no_grad():
             embedding = split_table(inner.text_model.embed_tokens.weight, start, text_ids)
-            head = nn.Linear(config.hidden_size, vq.codebook_size, bias=False)
-            head.weight = nn.Parameter(model.lm_head.weight[torch.tensor(text_ids)].clone(), requires_grad=False)
+            head = image_head(model.lm_head, text_ids)
         tokens = rows * columns + 3
         end = config.eos_token_id if isinstance(config.eos_token_id, int) else config.eos_token_id[0]
         last = [tokenizer.token_to_id(END_OF_FILE), tokenizer.token_to_id(IMAGE_END), end]
         forced = {row * columns + columns - 1: tokenizer.token_to_id(END_OF_LINE) for row in range(rows)}
-        forced |= {rows * columns + index: text_id for index, text_id in enumerate(last)}
+        forced |= {rows * columns + index: identifier for index, identifier in enumerate(last)}
         manifest = Manifest(
             family=self.name,
             name=checkpoint.resolve().name,
@@ -102,8 +102,8 @@ class Emu3:
             kept_head=0,
             kept_tail=1,
             forced={
-                str(position): text_id if text_id >= start else vq.codebook_size + text_id
-                for position, text_id in sorted(forced.items())
+                str(position): text_id(identifier, start, vq.codebook_size)
+                for position, identifier in sorted(forced.items())
             },
             recommended={"preset": "csd", "guidance": 3.0, "temperature": 1.0, "top_k": 2048, "top_p": 1.0},
         )

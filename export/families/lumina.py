@@ -24,11 +24,12 @@ from export.families.reading import (
     check_codes,
     check_settings,
     check_vocabulary,
+    image_head,
     read_stock,
     read_tokenizer,
     split_table,
 )
-from runtime.bundle import Manifest
+from runtime.bundle import Manifest, text_id
 
 START, END, TURN, NEWLINE = "<racm3:break>", "<eoss>", "<reserved08706>", "<reserved08799>"
 FIRST_SIZE = 8800  # <reserved0(8800 + n)> says n * 32 pixels
@@ -63,8 +64,7 @@ class Lumina:
         image_decoder = ImageDecoder(read_vqgan(checkpoint, decoder, config.vq_config), rows, columns - 1)
         with torch.no_grad():
             embedding = split_table(body.embed_tokens.weight, start, text_ids)
-            head = nn.Linear(config.hidden_size, vocabulary, bias=False)
-            head.weight = nn.Parameter(model.lm_head.weight[torch.tensor(text_ids)].clone(), requires_grad=False)
+            head = image_head(model.lm_head, text_ids)
         body.vqmodel = nn.Identity()  # the encoder of pictures is not needed
         tokens = 2 + rows * columns + 2
         manifest = Manifest(
@@ -115,8 +115,7 @@ def _grammar(tokenizer: Any, start: int, vocabulary: int, rows: int, columns: in
     """The forced ids by position: height, width, newlines, end of image, end of turn."""
 
     def identifier(name: str) -> int:
-        text_id = int(tokenizer.token_to_id(name))
-        return text_id if text_id >= start else vocabulary + text_id  # Manifest.text_id
+        return text_id(int(tokenizer.token_to_id(name)), start, vocabulary)
 
     forced = dict(enumerate(sizes)) | {2 + row * columns + columns - 1: NEWLINE for row in range(rows)}
     forced |= {2 + rows * columns: END, 3 + rows * columns: TURN}

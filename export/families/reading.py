@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from torch import nn
 
 from csd_ops.errors import InputError
 
@@ -104,6 +105,13 @@ def split_table(table: torch.Tensor, start: int, codes: list[int]) -> list[torch
     """
     end = start + len(codes)
     return [table[torch.tensor(codes)], table[:start], table[end:]]
+
+
+def image_head(head: nn.Linear, codes: list[int]) -> nn.Linear:
+    """The rows of a text head that are image codes, in their order."""
+    part = nn.Linear(head.in_features, len(codes), bias=False)
+    part.weight = nn.Parameter(head.weight[torch.tensor(codes)].clone(), requires_grad=False)
+    return part
 
 
 def check_codes(checkpoint: Path, codes: dict[int, int], expected: int) -> list[int]:
