@@ -22,6 +22,14 @@ def bundle_identity(bundle: Bundle) -> str:
     return hashlib.sha256("".join(bundle.files[name]["sha256"] for name in names).encode()).hexdigest()
 
 
+def _require_onnx() -> None:
+    """Said before the modules that need it are imported."""
+    try:
+        import onnx  # noqa: F401
+    except ImportError:
+        raise MachineError("expected onnx to build engines, found none; install `csd-toolkit[rtx]`") from None
+
+
 def default_precision(bundle: Bundle) -> str:
     """The bundle's if that is half precision, else fp16."""
     stored = bundle.manifest.precision
@@ -64,10 +72,7 @@ def build_engines(
     Raises:
         InputError, MachineError: one sentence for what cannot be built as asked.
     """
-    try:
-        import onnx  # noqa: F401 - said here, before the modules that need it
-    except ImportError:
-        raise MachineError("expected onnx to build engines, found none; install `csd-toolkit[rtx]`") from None
+    _require_onnx()
     from engines.nvidia.builder import Request, build_image_decoder, build_step
     from engines.nvidia.graph import PRECISIONS, Tail
     from engines.nvidia.plan import FOLDER
@@ -129,6 +134,7 @@ def build_engines(
 
 def needed_memory(bundle: Bundle, precision: str | None = None) -> str:
     """What a build takes, said before it starts."""
+    _require_onnx()
     from engines.machine import free_memory
     from engines.nvidia.builder import BUILD_FACTOR, BYTES
 

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import os
 import shutil
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -44,6 +47,20 @@ def test_build_refusals(demo_copy: Path, arguments: list[str], words: str) -> No
     done = csd("build", str(demo_copy), *arguments)
     assert done.returncode == 2 and words in done.stderr and "Traceback" not in done.stderr
     assert done.stderr.strip().splitlines()[-1].startswith("csd: expected ")
+
+
+def test_build_on_the_plain_runtime(demo_copy: Path, tmp_path: Path) -> None:
+    """Without the extra's packages: here hidden by modules that fail to import as absent ones do."""
+    (tmp_path / "sitecustomize.py").write_text("import sys\nsys.modules['onnx'] = None\n", "utf-8")
+    done = subprocess.run(
+        [sys.executable, "-m", "runtime.command_line", "build", str(demo_copy)],
+        capture_output=True,
+        text=True,
+        env=os.environ | {"PYTHONPATH": str(tmp_path), "COLUMNS": "200"},
+    )
+    assert done.returncode == 2 and done.stderr.strip() == (
+        "csd: expected onnx to build engines, found none; install `csd-toolkit[rtx]`"
+    )
 
 
 @pytest.mark.parametrize("engine", ["rtx", "tensorrt", "cuda"])
