@@ -248,16 +248,17 @@ struct Law {
     }
 };
 
-// Whether token a ranks before token b: higher score, then lower index; what truncation removed comes last.
-__device__ inline bool ranks_before(const Law &law, int a, int b) {
+// Whether token a ranks before token b: higher probability, then lower index. All that truncation removed or that lies
+// below `lowest`, the score of the rule's floor, is equally improbable.
+__device__ inline bool ranks_before(const Law &law, float lowest, int a, int b) {
     float x = law.score(a), y = law.score(b);
-    x = x < law.least ? -INF : x, y = y < law.least ? -INF : y;
+    x = x < law.least ? lowest : fmaxf(x, lowest), y = y < law.least ? lowest : fmaxf(y, lowest);
     return x > y || (x == y && a < b);
 }
 
 // order[r] = the token of rank r: a bitonic network in which every exchange puts the better token at the lower place,
 // so that the places past V (the worst of all) never move and need not exist.
-__device__ void rank(const Law &law, u32 *order, int vocabulary) {
+__device__ void rank(const Law &law, float lowest, u32 *order, int vocabulary) {
     for (int v = threadIdx.x; v < vocabulary; v += blockDim.x) order[v] = v;
     __syncthreads();
     int padded = 1;
@@ -267,7 +268,7 @@ __device__ void rank(const Law &law, u32 *order, int vocabulary) {
             for (int i = threadIdx.x; i < padded / 2; i += blockDim.x) {
                 int low = i / step * (2 * step) + i % step;
                 int high = step == size / 2 ? low / size * size + size - 1 - low % size : low + step;
-                if (high < vocabulary && ranks_before(law, (int)order[high], (int)order[low])) {
+                if (high < vocabulary && ranks_before(law, lowest, (int)order[high], (int)order[low])) {
                     u32 swap = order[low];
                     order[low] = order[high], order[high] = swap;
                 }
@@ -389,7 +390,7 @@ extern "C" __global__ void __launch_bounds__(THREADS) csd_verify(
         // ranks need room: the row of q, which is written last
         u32 *order = (u32 *)row;
         __syncthreads();
-        rank(law, order, vocabulary);
+        rank(law, floor > 0.0f ? law.best + logf(floor * law.total) : -INF, order, vocabulary);
         const GroupRule rule = {law, p, codes, settings, order, vocabulary, width};
         float rejected = 0.0f, mass = 0.0f, difference = 0.0f;
         if (threadIdx.x == 0) s.number = 0.0f;

@@ -6,10 +6,16 @@ import ctypes
 import shutil
 from pathlib import Path
 
+import hypothesis
 import pytest
 
 from runtime import ImageModel
 from runtime.model import DEMO
+
+# The same cases every time; `pytest --hypothesis-profile=search` looks for new ones.
+hypothesis.settings.register_profile("repeatable", derandomize=True, deadline=None)
+hypothesis.settings.register_profile("search", max_examples=4000, deadline=None, print_blob=True)
+hypothesis.settings.load_profile("repeatable")
 
 
 def _missing_gpu() -> str | None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import os
 import re
 import subprocess
@@ -81,6 +82,19 @@ def test_large_vocabulary(vocabulary: int, top_k: int, coupling: Coupling) -> No
 def test_groups_at_a_large_vocabulary() -> None:
     settings = Settings(**Gsd(size=5).settings())
     compare(run, generate(2, settings, images=1, window=2, vocabulary=2000, columns=2, tokens=64))
+
+
+def flat_tail() -> Case:
+    """Most tokens lie below the floor: equally improbable, and ranked by their index."""
+    settings = Settings(temperature=0.5, floor=1e-10, **Gsd(5, 0.5, math.inf).settings())
+    case = generate(4, settings, images=3, window=6, vocabulary=33, guidance=5.0, spread=5.0)
+    assert (case.verify().q < 1e-10).mean() > 0.6
+    return case
+
+
+@host
+def test_groups_rank_what_lies_below_the_floor_by_index() -> None:
+    compare(run, flat_tail())
 
 
 @host
