@@ -20,6 +20,19 @@ _DTYPES = {
 }
 CPU, CUDA = "CPUExecutionProvider", "CUDAExecutionProvider"
 
+# How idle threads of an operator wait for the next one, as ONNX Runtime's session entries. Sleeping costs a wake-up per
+# operator; spinning keeps a core. Brief: 20 us, about as long as the operators that one thread runs alone, and only
+# inside a call.
+WAITS: dict[str, dict[str, str]] = {
+    "passive": {"session.intra_op.allow_spinning": "0"},
+    "brief": {
+        "session.intra_op.allow_spinning": "1",
+        "session.intra_op.spin_duration_us": "20",
+        "session.force_spinning_stop": "1",
+    },
+    "active": {"session.intra_op.allow_spinning": "1"},
+}
+
 
 def _onnxruntime() -> Any:
     try:
@@ -38,7 +51,8 @@ class OnnxRuntimeEngine:
         graph: an .onnx file, external weights beside it; or a serialised graph.
         weights: folder of a serialised graph's external weights.
         threads: threads of one operator; None: all cores that this process may use.
-        spinning: busy waiting between operators; faster alone on a machine, slower on shared cores.
+        wait: of WAITS: passive (sleep), brief, or active (spin): faster alone on a machine, slower on shared cores.
+        profile: write what every operator took to a file beginning so, when `end_profile` is called.
         stream: run on CUDA, on this stream, and return from a call before it is done; None: on the CPU.
     """
 
@@ -48,13 +62,19 @@ class OnnxRuntimeEngine:
         *,
         weights: str | os.PathLike[str] | None = None,
         threads: int | None = None,
-        spinning: bool = False,
+        wait: str = "brief",
+        profile: str | os.PathLike[str] | None = None,
         stream: int | None = None,
     ) -> None:
         onnxruntime = _onnxruntime()
+        if wait not in WAITS:
+            raise InputError(f"expected wait of {', '.join(WAITS)}, found {wait!r}; choose one of them")
         options = onnxruntime.SessionOptions()
         options.intra_op_num_threads = threads or len(os.sched_getaffinity(0))
-        options.add_session_config_entry("session.intra_op.allow_spinning", "1" if spinning else "0")
+        for entry, value in WAITS[wait].items():
+            options.add_session_config_entry(entry, value)
+        if profile is not None:
+            options.enable_profiling, options.profile_file_prefix = True, os.fspath(profile)
         options.log_severity_level = 3
         if weights is not None:
             options.add_session_config_entry("session.model_external_initializers_file_folder_path", os.fspath(weights))
@@ -85,6 +105,10 @@ class OnnxRuntimeEngine:
         self.version: str = onnxruntime.__version__
         self.inputs = {value.name: _binding(value) for value in self._session.get_inputs()}
         self.outputs = {value.name: _binding(value) for value in self._session.get_outputs()}
+
+    def end_profile(self) -> str:
+        """Close the profile and return its file: JSON of trace events."""
+        return str(self._session.end_profiling())
 
     def bind(self, inputs: Mapping[str, Any], outputs: Mapping[str, Any]) -> Callable[[], None]:
         """Check and bind buffers; an input and an output may be the same one (the caches are).

@@ -16,6 +16,7 @@ import numpy as np
 
 from csd_ops.errors import CsdError, InputError, MachineError
 from engines.onnx_runtime import OnnxRuntimeEngine
+from engines.protocol import Engine
 from runtime.bundle import IMAGE_DECODER, STEP, Bundle
 from runtime.decoder import Loop, Setup
 from runtime.host_loop import HostLoop
@@ -42,7 +43,7 @@ class Backend(Protocol):
         ...
 
 
-def open_backend(name: str, bundle: Bundle, *, threads: int | None = None, spinning: bool = False) -> Backend:
+def open_backend(name: str, bundle: Bundle, *, threads: int | None = None, wait: str = "brief") -> Backend:
     """The backend of that name.
 
     Raises:
@@ -54,7 +55,7 @@ def open_backend(name: str, bundle: Bundle, *, threads: int | None = None, spinn
     if name == "auto":
         name = _best(bundle)
     if name == "cpu":
-        return CpuBackend(bundle, threads, spinning)
+        return CpuBackend(bundle, threads, wait)
     return CudaBackend(bundle) if name == "cuda" else TensorRtBackend(bundle, name)
 
 
@@ -79,9 +80,9 @@ def _best(bundle: Bundle) -> str:
 class CpuImageDecoder:
     """The image decoder with ONNX Runtime on the CPU: whatever the step runs on, and in any of its precisions."""
 
-    def __init__(self, bundle: Bundle, threads: int | None = None, spinning: bool = False) -> None:
+    def __init__(self, bundle: Bundle, threads: int | None = None, wait: str = "brief") -> None:
         self._manifest = bundle.manifest
-        self._engine = OnnxRuntimeEngine(bundle.path(IMAGE_DECODER), threads=threads, spinning=spinning)
+        self._engine = OnnxRuntimeEngine(bundle.path(IMAGE_DECODER), threads=threads, wait=wait)
 
     def __call__(self, tokens: np.ndarray) -> np.ndarray:
         """Image tokens int64 [n, N] to pixels uint8 [n, height, width, 3]."""
@@ -100,7 +101,7 @@ class CpuBackend:
 
     bundle: Bundle
     threads_wanted: int | None = None
-    spinning: bool = False
+    wait: str = "brief"
 
     def __post_init__(self) -> None:
         if self.bundle.manifest.precision == "bf16":
@@ -108,10 +109,11 @@ class CpuBackend:
                 f"expected a bundle in fp32, fp16, int8 or int4 for the CPU, found bf16 in {self.bundle.folder}: ONNX "
                 "Runtime has no bfloat16 products there; export it again, or build an engine with `csd build`"
             )
-        options: Any = {"threads": self.threads_wanted, "spinning": self.spinning}
-        self.step = OnnxRuntimeEngine(self.bundle.path(STEP), **options)
+        options: Any = {"threads": self.threads_wanted, "wait": self.wait}
+        engine = OnnxRuntimeEngine(self.bundle.path(STEP), **options)
+        self.step: Engine = engine
         self._image_decoder = CpuImageDecoder(self.bundle, **options)
-        self.provider, self.threads = self.step.provider, self.step.threads
+        self.provider, self.threads = engine.provider, engine.threads
 
     def loop(self, setup: Setup) -> Loop:
         """The whole step in one call, on the host."""

@@ -51,6 +51,11 @@ BundleOption = Annotated[
     Path | None,
     typer.Option("--bundle", "-b", help="Bundle folder; without it the demo model.", show_default=False),
 ]
+ThreadsOption = Annotated[int | None, typer.Option(help="Threads; without it all cores.", min=1)]
+WaitOption = Annotated[
+    str,
+    typer.Option(help="Threads between operators: passive (sleep; for crowded machines), brief, active (spin)."),
+]
 
 
 @app.command()
@@ -83,8 +88,8 @@ def generate(
     engine: Annotated[
         str, typer.Option(help="cpu, tensorrt, rtx, cuda, or auto: a plan that fits this GPU, else cpu.")
     ] = "auto",
-    threads: Annotated[int | None, typer.Option(help="Threads; without it all cores.", min=1)] = None,
-    spin: Annotated[bool, typer.Option("--spin", help="Wait busily between operators: for cores of your own.")] = False,
+    threads: ThreadsOption = None,
+    wait: WaitOption = "brief",
 ) -> None:
     """Draw pictures from prompts."""
     from runtime.model import ImageModel
@@ -95,7 +100,7 @@ def generate(
     maps = _numbered(map_, number) if map_ else []
     for path in (*files, *maps):
         check_picture(path)
-    model = ImageModel.open(bundle, engine=engine, threads=threads, spinning=spin)
+    model = ImageModel.open(bundle, engine=engine, threads=threads, wait=wait)
     with progress_bar("drawing", quiet=json_) as on_progress:
         result = model.generate(
             prompts,
@@ -129,7 +134,8 @@ def closing_line(result: Generation) -> str:
     return (
         f"{pictures}{result.tokens} tokens in {result.forward_passes} forward passes "
         f"({result.tokens_per_pass:.2f} tokens per pass), {result.seconds:.2f} s, {exact}; "
-        f"{result.preset.name}, window {result.preset.window}, {result.provider}"
+        f"{result.preset.name}, window {result.preset.window}"
+        f"{' (tuned)' if result.preset.tuned else ''}, {result.provider}"
         + (f", {result.threads} threads" if result.threads else "")
     )
 
@@ -410,16 +416,17 @@ def sweep_command(
     temperature: Annotated[float | None, typer.Option(help="Temperature; without it the bundle's.")] = None,
     top_k: Annotated[int | None, typer.Option(help="Top-k; without it the bundle's.")] = None,
     seed: Annotated[int, typer.Option(help="Seed of the first prompt; the next ones count up.")] = 0,
-    threads: Annotated[int | None, typer.Option(help="Threads; without it all cores.", min=1)] = None,
+    threads: ThreadsOption = None,
 ) -> None:
     """Compare rules, settings and windows over a prompt list: lines, table and plot."""
     from runtime import sweep as sweeping
     from runtime.bundle import write_text
     from runtime.model import ImageModel
+    from runtime.prompt import read_prompts
 
     if seed < 0:
         raise InputError(f"expected seed of at least 0, found {seed}; choose a larger one")
-    texts = sweeping.read_prompts(prompts)
+    texts = read_prompts(prompts)
     model = ImageModel.open(bundle, threads=threads)
     variants = sweeping.expand(variant or sweeping.STANDARD, model)
     with progress_bar("sweep", unit="pictures") as on_progress:
@@ -440,6 +447,142 @@ def sweep_command(
     print(table)
     sweeping.plot(rows, output / sweeping.PLOT)
     console.print(f"wrote {', '.join(str(output / name) for name in sweeping.FILES)}", soft_wrap=True)
+
+
+@app.command("bench")
+def bench_command(
+    bundle: Annotated[Path | None, typer.Argument(help="Bundle folder; without it the demo model.")] = None,
+    baseline: Annotated[
+        Path | None, typer.Option(help="Checkpoint folder the bundle was exported from: measures transformers too.")
+    ] = None,
+    prompts: Annotated[Path | None, typer.Option("--prompts", "-p", help="Text file, one prompt per line.")] = None,
+    presets: Annotated[
+        str, typer.Option(help="Comma-separated; `csd:16` is csd with a window of 16, `default` what generate takes.")
+    ] = "ar,sjd,csd:16,default",
+    baselines: Annotated[
+        str, typer.Option(help="With --baseline: eager (static cache), eager-dynamic, eager-compiled.")
+    ] = "eager,eager-dynamic",
+    count: Annotated[int, typer.Option(help="Pictures per contestant, after one of warm-up.", min=1)] = 8,
+    guidance: Annotated[float | None, typer.Option(help="Guidance weight; without it the bundle's.")] = None,
+    engine: Annotated[str, typer.Option(help="As for generate.")] = "auto",
+    threads: ThreadsOption = None,
+    wait: WaitOption = "brief",
+    baseline_threads: Annotated[int | None, typer.Option(help="Other threads for the baseline.", min=1)] = None,
+    output: Annotated[Path, typer.Option("--output", "-o", help="Folder for bench.json and bench.png.")] = Path(
+        "bench"
+    ),
+    trace: Annotated[
+        Path | None, typer.Option(help="Also write one picture's events of every operator, for ui.perfetto.dev.")
+    ] = None,
+    memory: Annotated[bool, typer.Option(help="Measure peak memory, in processes of their own.")] = True,
+) -> None:
+    """Measure seconds per picture and their parts, interleaved with transformers eager, against the machine's floor."""
+    from runtime.bench import measure, report
+    from runtime.bench.eager import BASELINES
+    from runtime.bundle import write_text
+    from runtime.model import ImageModel
+    from runtime.presets import contestant
+    from runtime.prompt import read_prompts
+
+    names = baselines.split(",") if baseline else []
+    for name in names:
+        if name not in BASELINES:
+            known = ", ".join(BASELINES)
+            raise InputError(f"expected baselines of {known}, found {name!r}; choose among them")
+    texts = read_prompts(prompts) if prompts else list(BENCH_PROMPTS)
+    model = ImageModel.open(bundle, engine=engine, threads=threads, wait=wait)
+    chosen = {name: contestant(model, name) for name in presets.split(",")}
+    make_folder(output)
+
+    def save(found: measure.Report) -> None:
+        write_text(output / "bench.json", json.dumps(found.as_json(), indent=1) + "\n")
+
+    with progress_bar("bench", unit="pictures") as on_progress:
+        found = measure.bench(
+            model,
+            texts,
+            chosen,
+            checkpoint=baseline,
+            baselines=names,
+            baseline_threads=baseline_threads,
+            count=count,
+            guidance=guidance,
+            memory=memory,
+            on_progress=on_progress,
+            on_round=save,
+        )
+    print(report.markdown(found))
+    for line in report.notes(found):
+        print(line)
+    report.plot(found, output / "bench.png")
+    written = [output / "bench.json", output / "bench.png"]
+    if trace:
+        first = next(iter(chosen.values()))
+        last = chosen.get("default", first)
+        measure.trace(model, last, texts[0], trace, guidance=found.settings["guidance"])
+        written.append(trace)
+    console.print(f"wrote {', '.join(map(str, written))}", soft_wrap=True, markup=False)
+
+
+BENCH_PROMPTS = ("red apple", "cat on pink", "a house", "sunflower on blue")
+
+
+@app.command("tune")
+def tune_command(
+    bundle: Annotated[Path | None, typer.Argument(help="Bundle folder; without it the demo model.")] = None,
+    preset: Annotated[str | None, typer.Option(help="Preset to choose the window of; without it the bundle's.")] = None,
+    windows: Annotated[str | None, typer.Option(help="Comma-separated windows to try.")] = None,
+    prompts: Annotated[Path | None, typer.Option("--prompts", "-p", help="Text file, one prompt per line.")] = None,
+    count: Annotated[int, typer.Option(help="Pictures per window.", min=1)] = 5,
+    threads: ThreadsOption = None,
+    wait: WaitOption = "brief",
+    reset: Annotated[bool, typer.Option("--reset", help="Forget the stored window instead.")] = False,
+) -> None:
+    """Find the fastest window on this machine and let `generate` use it from now on."""
+    from runtime import tuning
+    from runtime.model import ImageModel
+    from runtime.prompt import read_prompts
+
+    numbers = [int(text) if text.strip().isdigit() else 0 for text in windows.split(",")] if windows else None
+    if numbers is not None and min(numbers) < 1:
+        raise InputError(f"expected windows such as 8,16,32, found {windows!r}; write numbers from 1")
+    model = ImageModel.open(bundle, engine="cpu", threads=threads, wait=wait)
+    chosen = model.preset(preset)
+    holds = (model.bundle, chosen.name, model.backend.provider, model.backend.threads)
+    if reset:
+        path = tuning.keep(*holds, None)
+        console.print(f"{chosen.name} has its own window of {chosen.window} again, in {path}", soft_wrap=True)
+        return
+    texts = read_prompts(prompts) if prompts else list(BENCH_PROMPTS)
+    with progress_bar("tune", unit="pictures") as on_progress:
+        rows = tuning.tune(
+            model, texts, preset=chosen.name, windows=numbers or tuning.WINDOWS, count=count, on_progress=on_progress
+        )
+    table = Table(title=f"{chosen.name} on {model.bundle.folder.name}, medians", title_justify="left")
+    for column in ("window", "s per picture", "ms per pass", "tokens per pass", "pays from", ""):
+        table.add_column(column, justify="right" if column else "left")
+    best = tuning.fastest(rows)
+    for row in rows:
+        pays = "pays" if row.tokens_per_pass > row.break_even else "does not pay"
+        table.add_row(
+            str(row.window),
+            f"{row.seconds:.3f}",
+            f"{row.milliseconds:.2f}",
+            f"{row.tokens_per_pass:.2f}",
+            f"{row.break_even:.2f}",
+            "fastest" if row is best else pays if row.window > 1 else "",
+        )
+    Console(highlight=False).print(table)
+    path = tuning.keep(*holds, rows)
+    console.print(f"window {best.window} from now on for {chosen.name}, in {path}", soft_wrap=True, markup=False)
+
+
+def make_folder(path: Path) -> None:
+    """A folder for results; MachineError where it cannot be made."""
+    try:
+        path.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise MachineError(f"expected to write in {path}, found: {error.strerror}; name another output") from None
 
 
 if __name__ == "__main__":

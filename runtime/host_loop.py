@@ -29,9 +29,9 @@ class HostLoop:
         cache_shape = (setup.rows, manifest.key_value_heads, setup.capacity, manifest.head_size)
         # Zeroed: an unused slot is masked, but 0 * NaN would not be
         self.cache = {name: np.zeros(cache_shape, dtype) for name in cache_names(manifest.layers)}
-        self.states = [_buffers(STATE, setup.sizes) for _ in range(2)]
-        self.controls = _buffers(CONTROLS, setup.sizes)
-        self.results = _buffers({name: RESULTS[name] for name in ("committed", "tokens", "measures")}, setup.sizes)
+        self.states = [buffers(STATE, setup.sizes) for _ in range(2)]
+        self.controls = buffers(CONTROLS, setup.sizes)
+        self.results = buffers({name: RESULTS[name] for name in ("committed", "tokens", "measures")}, setup.sizes)
         self._fill_controls(self.controls, setup.grammar)
         self.turn = 0
         self._steps = [self._bind(self.states[turn], self.states[1 - turn]) for turn in range(2)]
@@ -77,7 +77,7 @@ class HostLoop:
             return
         tokens = self.setup.manifest.image_tokens
         sizes = self.setup.sizes | {"W": widest, "N": 1, "T": tokens + widest}
-        state, controls = _buffers(STATE, sizes), _buffers(CONTROLS, sizes)
+        state, controls = buffers(STATE, sizes), buffers(CONTROLS, sizes)
         self._fill_controls(controls, grammar_table({}, tokens, widest))
         state["length"][:] = self.state["length"]
         for row, ids in rows:
@@ -145,7 +145,9 @@ class HostLoop:
         return picture
 
 
-def _buffers(table: Table, sizes: dict[str, int]) -> dict[str, np.ndarray]:
+def buffers(table: Table, sizes: dict[str, int]) -> dict[str, np.ndarray]:
+    """Zeroed arrays of a contract's table."""
+
     def size(dim: str) -> int:
         return int(dim) if dim.isdigit() else sizes[dim]
 

@@ -5,18 +5,19 @@ from __future__ import annotations
 import os
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
 from csd_ops.errors import InputError
-from runtime.backends import Backend, open_backend
+from runtime.backends import Backend, CpuBackend, open_backend
 from runtime.bundle import Bundle, open_bundle
 from runtime.decoder import Decoded, Decoder, Request, Setup
 from runtime.presets import Preset, adjust, find_preset
 from runtime.prompt import PromptEncoder
+from runtime.tuning import tuned_window
 
 if TYPE_CHECKING:
     from PIL.Image import Image
@@ -34,6 +35,7 @@ class Generation:
     preset: Preset
     guidance: float | None
     seconds: float
+    decode_seconds: float  # of them, from tokens to pixels
     engine_calls: int
     provider: str
     threads: int
@@ -107,7 +109,7 @@ class ImageModel:
     bundle: Bundle
     engine: str = "auto"
     threads: int | None = None
-    spinning: bool = False
+    wait: str = "brief"
     backend: Backend = field(init=False)
     _encoder: PromptEncoder = field(init=False)
 
@@ -118,25 +120,33 @@ class ImageModel:
         *,
         engine: str = "auto",
         threads: int | None = None,
-        spinning: bool = False,
+        wait: str = "brief",
         verify: bool = True,
     ) -> ImageModel:
         """Open a bundle (None: the demo model shipped with the package). InputError when it is not whole.
 
         `engine` is cpu, tensorrt, rtx, cuda or auto (a plan of the bundle that fits this machine's GPU, else cpu).
-        On the CPU, `threads` None takes all cores; `spinning` threads wait busily between operators: faster where
-        nothing else wants the cores. `verify` off skips the checksums.
+        On the CPU, `threads` None takes all cores; between operators they wait passively, briefly awake or actively
+        (`wait`: passive, brief, active): the more, the faster where nothing else wants the cores. `verify` off skips
+        the checksums.
         """
-        return cls(open_bundle(DEMO if folder is None else folder, verify=verify), engine, threads, spinning)
+        return cls(open_bundle(DEMO if folder is None else folder, verify=verify), engine, threads, wait)
 
     def __post_init__(self) -> None:
         self._encoder = PromptEncoder(self.bundle)
-        self.backend = open_backend(self.engine, self.bundle, threads=self.threads, spinning=self.spinning)
+        self.backend = open_backend(self.engine, self.bundle, threads=self.threads, wait=self.wait)
 
     def preset(self, name: str | None = None, **changes: Any) -> Preset:
         """The preset of that name (None: the one this bundle recommends) with other numbers where given."""
         chosen = name or self.bundle.manifest.recommended.get("preset", "csd")
         return adjust(find_preset(chosen, self.bundle.manifest.family), **changes)
+
+    def tuned(self, preset: Preset) -> Preset:
+        """The preset with the window that `csd tune` stored for this bundle and machine; as it is if it stored none."""
+        if preset.window == 1 or not isinstance(self.backend, CpuBackend):
+            return preset
+        window = tuned_window(self.bundle, preset.name, self.backend.provider, self.backend.threads)
+        return preset if window is None else replace(preset, window=window, tuned=True)
 
     def generate(
         self,
@@ -157,7 +167,8 @@ class ImageModel:
 
         Args:
             prompts: one text or several.
-            preset: a name, a Preset, or None for the bundle's own.
+            preset: a name, a Preset, or None for the bundle's own. A name's window is the one that `csd tune` found
+                fastest on this machine, if it was asked.
             seed: same seed, settings and batch: same picture.
             count: pictures per prompt.
             guidance: weight w of q from w z_cond + (1 - w) z_uncond; 1 is without guidance. None: the bundle's.
@@ -178,7 +189,12 @@ class ImageModel:
         _at_least("count", count, 1)
         _at_least("batch", batch, 1)
         texts = [text for text in texts for _ in range(count)]
-        chosen = adjust(preset, **changes) if isinstance(preset, Preset) else self.preset(preset, **changes)
+        if isinstance(preset, Preset):
+            chosen = adjust(preset, **changes)
+        elif changes.get("window") is None:
+            chosen = self.tuned(self.preset(preset, **changes))
+        else:
+            chosen = self.preset(preset, **changes)
         recommended = self.bundle.manifest.recommended
         guidance = float(recommended.get("guidance", 1.0) if guidance is None else guidance)
         if not 0 <= guidance <= 100:
@@ -206,18 +222,25 @@ class ImageModel:
         before = loop.passes
         decoder = Decoder(setup, loop)
         decoded = decoder.decode(requests, _total(on_progress, len(texts), self.bundle.manifest.image_tokens))
+        tokens = time.perf_counter()
         pixels = self.decode_image(np.stack([entry.tokens for entry in decoded]))
+        ended = time.perf_counter()
         return Generation(
             prompts=texts,
             pixels=pixels,
             decoded=decoded,
             preset=chosen,
             guidance=None if guidance == 1 else guidance,
-            seconds=time.perf_counter() - began,
+            seconds=ended - began,
+            decode_seconds=ended - tokens,
             engine_calls=loop.passes - before,
             provider=self.backend.provider,
             threads=self.backend.threads,
         )
+
+    def prompt_length(self, prompt: str) -> int:
+        """Ids of a prompt in the bundle's template."""
+        return len(self._encoder.encode(prompt)[0])
 
     def decode_image(self, tokens: np.ndarray) -> np.ndarray:
         """Image tokens int64 [n, N] to pixels uint8 [n, height, width, 3]."""

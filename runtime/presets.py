@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, fields, replace
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from csd_ops.contract import Coupling, Fresh, Settings
 from csd_ops.errors import InputError
 from csd_ops.rules import Addition, Amplify, Cool, Csd, Entropy, Gsd, Jacobi, Rule, Sjd
+
+if TYPE_CHECKING:
+    from runtime.model import ImageModel
 
 
 @dataclass(frozen=True)
@@ -19,6 +22,7 @@ class Preset:
     window: int  # W: tokens fed per forward pass
     coupling: Coupling = Coupling.INDEPENDENT
     fresh: Fresh = Fresh.UNIFORM
+    tuned: bool = False  # the window is the one that `csd tune` found fastest here
     paper_exact: bool = False  # relax drafts no pass has seen, clamp laws to 1e-10: as the CSD paper's code does
 
     @property
@@ -88,7 +92,7 @@ def find_preset(name: str, family: str = "janus") -> Preset:
 
 def adjust(preset: Preset, **changes: Any) -> Preset:
     """A preset with other numbers: window, coupling, fresh, paper_exact, or a parameter of its rule (None: keep)."""
-    own = {field.name for field in fields(Preset)} - {"name", "rule"}
+    own = {field.name for field in fields(Preset)} - {"name", "rule", "tuned"}
     of_rule = {field.name: field for field in fields(preset.rule)}
     for name, value in changes.items():
         if value is None:
@@ -107,6 +111,16 @@ def adjust(preset: Preset, **changes: Any) -> Preset:
             names = sorted(own | {entry.rstrip("_") for entry in of_rule})
             raise InputError(f"expected a setting of {preset.name} ({', '.join(names)}), found {name!r}; leave it out")
     return preset
+
+
+def contestant(model: ImageModel, text: str) -> Preset:
+    """A preset by its name in a list: `csd`, `csd:16` with a window of 16, or `default`, what `generate` takes."""
+    if text == "default":
+        return model.tuned(model.preset())
+    name, colon, window = text.partition(":")
+    if colon and not window.isdigit():
+        raise InputError(f"expected a preset such as csd or csd:16, found {text!r}; write the window as a number")
+    return model.preset(name, window=int(window) if colon else None)
 
 
 def parse_settings(settings: list[str]) -> dict[str, Any]:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
 import numpy as np
 
 from csd_ops.errors import InputError
@@ -56,3 +58,16 @@ class PromptEncoder:
     def _template(self, text: str) -> list[int]:
         whole = self._manifest.prompt_prefix + text + self._manifest.prompt_suffix
         return list(self._tokenizer.encode(whole).ids)
+
+
+def read_prompts(path: Path) -> list[str]:
+    """One prompt per line; empty lines and lines that start with # are left out."""
+    try:
+        lines = path.read_text("utf-8").splitlines()
+    except (OSError, UnicodeDecodeError) as error:
+        reason = getattr(error, "strerror", None) or "bytes that are not UTF-8"
+        raise InputError(f"expected a text file of prompts at {path}, found: {reason}; name another") from None
+    prompts = [line.strip() for line in lines if line.strip() and not line.startswith("#")]
+    if not prompts:
+        raise InputError(f"expected one prompt per line in {path}, found none; write some")
+    return prompts

@@ -62,19 +62,6 @@ def expand(lines: Iterable[str], model: ImageModel) -> list[Variant]:
     return list(variants.values())
 
 
-def read_prompts(path: Path) -> list[str]:
-    """One prompt per line; empty lines and lines that start with # are left out."""
-    try:
-        lines = path.read_text("utf-8").splitlines()
-    except (OSError, UnicodeDecodeError) as error:
-        reason = getattr(error, "strerror", None) or "bytes that are not UTF-8"
-        raise InputError(f"expected a text file of prompts at {path}, found: {reason}; name another") from None
-    prompts = [line.strip() for line in lines if line.strip() and not line.startswith("#")]
-    if not prompts:
-        raise InputError(f"expected one prompt per line in {path}, found none; write some")
-    return prompts
-
-
 def sweep(
     model: ImageModel,
     prompts: Sequence[str],

@@ -11,7 +11,7 @@ import typer
 from PIL import Image
 
 from runtime import ImageModel
-from runtime.sweep import read_prompts
+from runtime.prompt import read_prompts
 
 
 def main(

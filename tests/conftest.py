@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ctypes
+import os
 import shutil
 from pathlib import Path
 
@@ -38,6 +39,12 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     for item in items:
         if reason and item.get_closest_marker("gpu"):
             item.add_marker(pytest.mark.skip(reason=reason))
+
+
+@pytest.fixture(autouse=True, scope="session")
+def _untuned(tmp_path_factory: pytest.TempPathFactory) -> None:
+    """No window that somebody tuned on this machine."""
+    os.environ["CSD_TUNED"] = str(tmp_path_factory.mktemp("tuned") / "tuned.json")
 
 
 @pytest.fixture(scope="session")
