@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import signal
 import sys
 from collections.abc import Callable, Iterator
@@ -142,12 +143,15 @@ def closing_line(result: Generation) -> str:
 
 def check_picture(path: Path) -> None:
     """Refuse a picture file that could not be written before any work is done."""
-    import os
-
     if path.suffix.lower() not in PICTURE_FORMATS:
         raise InputError(f"expected a name ending in {', '.join(PICTURE_FORMATS)}, found {path.name}; change it")
     if path.is_dir():
         raise InputError(f"expected a file name, found the folder {path}; name a file in it")
+    check_folder(path)
+
+
+def check_folder(path: Path) -> None:
+    """Refuse a file whose folder is missing or cannot be written in."""
     folder = path.absolute().parent
     if not folder.is_dir():
         raise InputError(f"expected the folder {folder} for {path.name}, found none; make it or name another")
@@ -478,7 +482,7 @@ def bench_command(
 ) -> None:
     """Measure seconds per picture and their parts, interleaved with transformers eager, against the machine's floor."""
     from runtime.bench import measure, report
-    from runtime.bench.eager import BASELINES
+    from runtime.bench.eager import BASELINES, check_checkpoint
     from runtime.bundle import write_text
     from runtime.model import ImageModel
     from runtime.presets import contestant
@@ -489,6 +493,10 @@ def bench_command(
         if name not in BASELINES:
             known = ", ".join(BASELINES)
             raise InputError(f"expected baselines of {known}, found {name!r}; choose among them")
+    if baseline:
+        check_checkpoint(baseline)
+    if trace:
+        check_folder(trace)
     texts = read_prompts(prompts) if prompts else list(BENCH_PROMPTS)
     model = ImageModel.open(bundle, engine=engine, threads=threads, wait=wait)
     chosen = {name: contestant(model, name) for name in presets.split(",")}

@@ -2,7 +2,8 @@
 
 The step graph maps one decoding state to the next (csd_ops.contract), so a pass is: call, note what was committed, lay
 out the next uniforms. The state has two copies, read and written in turn; the caches have one, bound as input and
-output.
+output. Attention on the CPU costs as much for an empty slot as for a filled one, so the caches begin small and grow by
+CAPACITY_STEP slots; between growths nothing is allocated.
 """
 
 from __future__ import annotations
@@ -11,7 +12,7 @@ from collections.abc import Callable, Sequence
 
 import numpy as np
 
-from csd_ops.contract import CONTROLS, MEASURES, RESULTS, STATE, cache_names, grammar_table
+from csd_ops.contract import CAPACITY_STEP, CONTROLS, MEASURES, RESULTS, STATE, cache_names, grammar_table
 from engines.protocol import Engine
 from runtime.decoder import Decoded, Setup, Start
 
@@ -26,15 +27,15 @@ class HostLoop:
         self.engine, self.setup = engine, setup
         self.passes = 0
         dtype = np.float16 if manifest.precision == "fp16" else np.float32
-        cache_shape = (setup.rows, manifest.key_value_heads, setup.capacity, manifest.head_size)
-        # Zeroed: an unused slot is masked, but 0 * NaN would not be
+        cache_shape = (setup.rows, manifest.key_value_heads, 0, manifest.head_size)
+        self.capacity = 0  # slots of a row now, at most setup.capacity
         self.cache = {name: np.zeros(cache_shape, dtype) for name in cache_names(manifest.layers)}
         self.states = [buffers(STATE, setup.sizes) for _ in range(2)]
         self.controls = buffers(CONTROLS, setup.sizes)
         self.results = buffers({name: RESULTS[name] for name in ("committed", "tokens", "measures")}, setup.sizes)
         self._fill_controls(self.controls, setup.grammar)
         self.turn = 0
-        self._steps = [self._bind(self.states[turn], self.states[1 - turn]) for turn in range(2)]
+        self._steps: list[Callable[[], None]] = []
         self._starts: list[Start | None] = [None] * setup.batch
         self._pictures: list[Decoded | None] = [None] * setup.batch
         self._told: list[tuple[int, np.ndarray]] = []
@@ -44,6 +45,19 @@ class HostLoop:
         controls["settings"][:] = self.setup.settings.vector()
         controls["guidance"][:] = self.setup.weights
         controls["grammar"][:] = grammar
+
+    def reserve(self, slots: int) -> None:
+        """Grow the caches to at least so many slots a row, if they are smaller, and bind them anew."""
+        if slots <= self.capacity:
+            return
+        before = self.capacity
+        self.capacity = min(-(-slots // CAPACITY_STEP) * CAPACITY_STEP, self.setup.capacity)
+        for name, old in self.cache.items():
+            # Zeroed: an unused slot is masked, but 0 * NaN would not be
+            grown = np.zeros((*old.shape[:2], self.capacity, old.shape[3]), old.dtype)
+            grown[:, :, :before] = old
+            self.cache[name] = grown
+        self._steps = [self._bind(self.states[turn], self.states[1 - turn]) for turn in range(2)]
 
     def _bind(self, state: dict[str, np.ndarray], following: dict[str, np.ndarray]) -> Callable[[], None]:
         return self.engine.bind(
@@ -73,6 +87,8 @@ class HostLoop:
         widest = max(len(ids) for _, ids in rows)
         for row, _ in rows:
             self.state["length"][row] = 0
+        longest = max(int(self.state["length"].max()), widest)  # the other rows write past their length too
+        self.reserve(longest + max(widest, self.setup.window))
         if not widest:
             return
         tokens = self.setup.manifest.image_tokens
@@ -101,6 +117,7 @@ class HostLoop:
         measures = np.zeros((tokens, len(MEASURES)), np.float32)
         self._pictures[image] = Decoded(0, ids, pass_of, kind, draft, measures)
         self._lay_out_noise(image, start, 0, 0)
+        self.reserve(int(state["length"].max()) + self.setup.window)
 
     def _lay_out_noise(self, image: int, start: Start, done: int, position: int) -> None:
         self.controls["uniforms"][image] = start.noise[min(done, len(start.noise) - 1)]
@@ -118,6 +135,7 @@ class HostLoop:
             if start is not None and picture is not None:
                 self._record(image, state, start, picture)
         self._told.append((self._step, self.state["position"]))
+        self.reserve(int(self.state["length"].max()) + self.setup.window)
 
     def _record(self, image: int, fed: dict[str, np.ndarray], start: Start, picture: Decoded) -> None:
         """Note what the pass decided for one picture: csd_ops/kernels.cu, csd_record."""

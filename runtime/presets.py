@@ -120,7 +120,11 @@ def contestant(model: ImageModel, text: str) -> Preset:
     name, colon, window = text.partition(":")
     if colon and not window.isdigit():
         raise InputError(f"expected a preset such as csd or csd:16, found {text!r}; write the window as a number")
-    return model.preset(name, window=int(window) if colon else None)
+    preset = model.preset(name, window=int(window) if colon else None)
+    most = model.bundle.manifest.max_window
+    if not 1 <= preset.window <= most:
+        raise InputError(f"expected a window from 1 to {most}, found {text!r}; choose one inside")
+    return preset
 
 
 def parse_settings(settings: list[str]) -> dict[str, Any]:

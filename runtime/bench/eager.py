@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import time
 from pathlib import Path
@@ -23,33 +24,41 @@ BASELINES = {
 }
 
 
+def check_checkpoint(checkpoint: Path) -> None:
+    """InputError unless it is a folder with a Janus configuration: the family `generate` draws pictures with."""
+    path = checkpoint / "config.json"
+    try:
+        family = json.loads(path.read_text("utf-8"))["model_type"]
+    except OSError:
+        raise InputError(f"expected a checkpoint folder as baseline, found no {path}; name another") from None
+    except (ValueError, KeyError, TypeError):
+        raise InputError(f"expected a model_type in {path}, found none; download the checkpoint again") from None
+    if family != "janus":
+        raise InputError(
+            f"expected a Janus checkpoint as baseline, found {family} in {checkpoint}: transformers draws pictures "
+            "with `generate` for Janus alone; leave --baseline out"
+        )
+
+
 class Eager:
     """transformers' Janus in float32, sampling with guidance as its generation configuration says.
 
     Raises:
-        InputError: not a Janus checkpoint: transformers draws pictures with `generate` for that family alone.
+        InputError: not a Janus checkpoint.
         MachineError: no torch or transformers.
     """
 
     def __init__(self, checkpoint: Path, model: ImageModel, threads: int) -> None:
+        check_checkpoint(checkpoint)
         os.environ.setdefault("TRANSFORMERS_VERBOSITY", "error")
         os.environ.setdefault("HF_HUB_DISABLE_PROGRESS_BARS", "1")
         try:
             import torch
-            from transformers import AutoConfig, JanusForConditionalGeneration
+            from transformers import JanusForConditionalGeneration
         except ImportError as error:
             raise MachineError(
                 f"expected the packages of the export extra, found no {error.name}; install `csd-toolkit[export]`"
             ) from None
-        try:
-            family = AutoConfig.from_pretrained(checkpoint, local_files_only=True).model_type
-        except (OSError, ValueError) as error:
-            raise InputError(f"expected a checkpoint in {checkpoint}, found: {str(error).splitlines()[0]}") from None
-        if family != "janus":
-            raise InputError(
-                f"expected a Janus checkpoint as baseline, found {family} in {checkpoint}: transformers draws pictures "
-                "with `generate` for Janus alone; leave --baseline out"
-            )
         torch.set_num_threads(threads)
         self._torch, self._encoder = torch, PromptEncoder(model.bundle)
         self.model = JanusForConditionalGeneration.from_pretrained(
