@@ -52,9 +52,11 @@ def test_every_contestant_drew_every_round(found: measure.Report) -> None:
         assert found.median(name) > 0
 
 
-def test_the_step_is_measured_as_slower_than_its_floor(found: measure.Report) -> None:
+def test_the_step_takes_a_few_times_its_floor(found: measure.Report) -> None:
+    """Rates and steps are measured one after the other, so a busy machine may slow either: the order of size counts."""
+    assert set(found.floors) == {"csd:16", "csd"}
     for name, least in found.floors.items():
-        assert 0 < least.seconds < found.step(name)
+        assert least.seconds / 4 < found.step(name) < 100 * least.seconds
 
 
 def test_report_as_json_table_and_plot(found: measure.Report, tmp_path: Path) -> None:
