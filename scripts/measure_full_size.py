@@ -48,7 +48,8 @@ def eager_step(checkpoint: Path) -> Callable[[], object]:
 
     @torch.no_grad()
     def step() -> object:
-        cache.crop(LENGTH)
+        if over := cache.get_seq_length() - LENGTH:
+            cache.crop(-over)
         fed = embedding[torch.ones(2, 1, dtype=torch.int64)]
         logits = head(body(inputs_embeds=fed, cache=cache, use_cache=True).last_hidden_state[:, -1])
         scores = GUIDANCE * logits[:1] + (1 - GUIDANCE) * logits[1:]
