@@ -17,7 +17,7 @@ from runtime.bundle import IMAGE_DECODER, STEP, TOKENIZER, Bundle, open_bundle, 
 if TYPE_CHECKING:
     from export.parity import Parity
 
-PRECISIONS = ("fp32", "fp16", "bf16", "int8", "int4")
+PRECISIONS = ("fp32", "fp16", "bf16", "int8", "int4", "w8a8")
 MEMORY = 1_300_000_000  # bytes of PyTorch and its exporter, before any weight
 STAGES = ("load", "trace step", "write step", "image decoder", "compare", "check bundle")
 
@@ -37,8 +37,9 @@ def export_checkpoint(
     Args:
         checkpoint: folder in transformers' layout, safetensors.
         output: bundle folder; an existing bundle stays until the new one has passed.
-        precision: fp32, fp16 or bf16, of weights, activations and cache; int8 or int4, of weights alone. Norms and
-            softmax are computed, and everything after the head is, in float32.
+        precision: fp32, fp16 or bf16, of weights, activations and cache; int8 or int4, of weights alone; w8a8, of
+            weights and what they are multiplied with. Norms and softmax are computed, and everything after the head
+            is, in float32.
         size: width and height of the pictures in pixels; None: the family's usual size.
         image_decoder: file of an image decoder that the checkpoint lacks (Lumina-mGPT: Meta's vqgan.ckpt).
         force: keep a bundle whose logits are further off than its precision explains.
@@ -67,7 +68,7 @@ def export_checkpoint(
         from csd_ops.onnx_function import attach_tail
         from export.image_decoder import trace_image_decoder
         from export.parity import compare
-        from export.quantise import BITS, quantise
+        from export.quantise import QUANTISED, quantise
         from export.step import save_graph, trace_step, write_step
 
         stage("load")
@@ -77,8 +78,8 @@ def export_checkpoint(
         stage("trace step")
         dtypes = {"fp16": torch.float16, "bf16": torch.bfloat16}
         traced = trace_step(loaded, dtypes.get(precision, torch.float32))
-        if precision in BITS:
-            traced = quantise(traced, BITS[precision])
+        if precision in QUANTISED:
+            traced = quantise(traced, precision)
         attach_tail(traced.model, columns=manifest.columns, codes=loaded.codes)
         stage("write step")
         write_step(traced, loaded, folder / STEP)

@@ -20,9 +20,9 @@ from export.segments import Window, run_windows
 from runtime.bundle import IMAGE_DECODER, STEP
 
 # Worst logit difference, relative to the largest logit
-TOLERANCE = {"fp32": 1e-4, "fp16": 1e-2, "bf16": 1e-2, "int8": 3e-2, "int4": 0.2}
+TOLERANCE = {"fp32": 1e-4, "fp16": 1e-2, "bf16": 1e-2, "int8": 3e-2, "int4": 0.2, "w8a8": 5e-2}
 # Least share of positions with the same best token
-GREEDY = {"fp32": 0.999, "fp16": 0.98, "bf16": 0.97, "int8": 0.9, "int4": 0.5}
+GREEDY = {"fp32": 0.999, "fp16": 0.98, "bf16": 0.97, "int8": 0.9, "int4": 0.5, "w8a8": 0.9}
 PIXEL_TOLERANCE = 1  # levels of 255
 WINDOWS = (1, 5, 16, 3, 2, 8)
 LARGE = 500_000_000  # parameters from which fewer windows are compared

@@ -190,8 +190,8 @@ class Weight:
     initializer: str
     parameter: str
     transposed: bool
-    bits: int = 0  # of a quantised weight, whose scales are the initializer `scales`
-    scales: str = ""
+    pack: Callable[[Tensor], tuple[Tensor, Tensor]] | None = None  # to what is stored of a quantised weight,
+    scales: str = ""  # and the initializer of its scales
 
 
 @dataclass(frozen=True)
@@ -310,8 +310,6 @@ def write_step(
 
     `on_progress` is called with (bytes written, bytes in all).
     """
-    from export.quantise import pack
-
     model = traced.model
     initializers = {tensor.name: tensor for tensor in model.graph.initializer}
     sources = parameter_sources(loaded)
@@ -324,9 +322,9 @@ def write_step(
         for weight, size in zip(traced.weights, sizes, strict=True):
             tensor = initializers[weight.initializer]
             dtype = dtypes.get(tensor.data_type, torch.float32)
-            if weight.bits:
+            if weight.pack is not None:
                 (part,) = sources[weight.parameter]
-                packed, scales = pack(part.detach(), weight.bits)
+                packed, scales = weight.pack(part.detach())
                 _append(file, tensor, [packed])
                 _append(file, initializers[weight.scales], [scales])
             else:

@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Any, Protocol
 import numpy as np
 
 from csd_ops.errors import CsdError, InputError, MachineError
+from engines.machine import multiplies_bytes, processor
 from engines.onnx_runtime import OnnxRuntimeEngine
 from engines.protocol import Engine
 from runtime.bundle import IMAGE_DECODER, STEP, Bundle
@@ -106,8 +107,13 @@ class CpuBackend:
     def __post_init__(self) -> None:
         if self.bundle.manifest.precision == "bf16":
             raise InputError(
-                f"expected a bundle in fp32, fp16, int8 or int4 for the CPU, found bf16 in {self.bundle.folder}: ONNX "
-                "Runtime has no bfloat16 products there; export it again, or build an engine with `csd build`"
+                f"expected a bundle in fp32, fp16, int8, int4 or w8a8 for the CPU, found bf16 in {self.bundle.folder}: "
+                "ONNX Runtime has no bfloat16 products there; export it again, or build an engine with `csd build`"
+            )
+        if self.bundle.manifest.precision == "w8a8" and not multiplies_bytes():
+            raise InputError(
+                f"expected a processor with VNNI for {self.bundle.folder}, found {processor()[0]}, whose products of "
+                "bytes overflow without a word; export the checkpoint with --precision int8"
             )
         options: Any = {"threads": self.threads_wanted, "wait": self.wait}
         engine = OnnxRuntimeEngine(self.bundle.path(STEP), **options)

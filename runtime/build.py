@@ -81,7 +81,7 @@ def build_engines(
     from engines.nvidia.toolchain import find_toolchain
 
     manifest = bundle.manifest
-    if manifest.precision in ("int8", "int4"):
+    if manifest.precision in ("int8", "int4", "w8a8"):
         raise InputError(
             f"expected a bundle in fp32, fp16 or bf16 for TensorRT, found {manifest.precision}, which is for the CPU; "
             "export the checkpoint again"

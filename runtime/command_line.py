@@ -275,7 +275,7 @@ def list_presets(bundle: BundleOption = None) -> None:
 def export_command(
     checkpoint: Annotated[Path, typer.Argument(help="Checkpoint folder in transformers' layout.")],
     output: Annotated[Path, typer.Option("--output", "-o", help="Bundle folder to write.")],
-    precision: Annotated[str, typer.Option(help="fp32, fp16, bf16 (GPU), int8 or int4 (CPU).")] = "fp32",
+    precision: Annotated[str, typer.Option(help="fp32, fp16, bf16 (GPU), int8, int4 or w8a8 (CPU).")] = "fp32",
     size: Annotated[str | None, typer.Option(help="Pictures' WIDTHxHEIGHT; without it the family's usual.")] = None,
     force: Annotated[bool, typer.Option("--force", help="Keep it though its logits are too far off.")] = False,
     image_decoder: Annotated[

@@ -9,17 +9,20 @@ special tokens. It takes 4.2 GB of disk and about 5 GB of memory.
 
 from __future__ import annotations
 
-import sys
 from pathlib import Path
+from typing import Annotated
 
 import torch
-
-sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
+import typer
 
 from tests.models import write_tokenizer
 
 
-def write(folder: Path, layers: int = 24) -> None:
+def write(
+    folder: Annotated[Path, typer.Argument(help="Folder to write.")],
+    layers: Annotated[int, typer.Option(help="Layers of the transformer.")] = 24,
+) -> None:
+    """Write a checkpoint of Janus-Pro-1B's sizes with random weights."""
     from transformers import (
         GenerationConfig,
         JanusConfig,
@@ -80,4 +83,4 @@ def write(folder: Path, layers: int = 24) -> None:
 
 
 if __name__ == "__main__":
-    write(Path(sys.argv[1]), *map(int, sys.argv[2:]))
+    typer.run(write)
