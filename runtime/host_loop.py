@@ -87,8 +87,7 @@ class HostLoop:
         widest = max(len(ids) for _, ids in rows)
         for row, _ in rows:
             self.state["length"][row] = 0
-        longest = max(int(self.state["length"].max()), widest)  # the other rows write past their length too
-        self.reserve(longest + max(widest, self.setup.window))
+        self.reserve(int(self.state["length"].max()) + widest)  # the other rows write past their length too
         if not widest:
             return
         tokens = self.setup.manifest.image_tokens

@@ -114,6 +114,8 @@ def draw(curves: dict[str, dict[int, float]], path: Path) -> None:
         place.set(xscale="log", yscale="log", xlabel=name, title=f"exponent {exponent(curve):.2f}")
         place.set_xticks(list(curve), labels=[f"{size:g}" for size in curve], fontsize=7, rotation=45)
         place.xaxis.minorticks_off()
+        place.yaxis.set_major_formatter("{x:g}")
+        place.yaxis.set_minor_formatter("{x:g}")
         place.grid(alpha=0.3)
     axes[0].set_ylabel("ms")
     figure.savefig(path, dpi=110)

@@ -42,10 +42,10 @@ BODIES = {
 }
 # Bytes per second read, and dense half-precision operations per second, as the maker states them
 GPUS = {
-    "A100 80GB": Roofs(2.04e12, 312e12, 0),
-    "H100 SXM": Roofs(3.35e12, 989e12, 0),
-    "H200": Roofs(4.8e12, 989e12, 0),
-    "RTX 4090": Roofs(1.01e12, 165e12, 0),
+    "A100 80GB": Roofs(2.04e12, 312e12, 624e12, 0),
+    "H100 SXM": Roofs(3.35e12, 989e12, 1979e12, 0),
+    "H200": Roofs(4.8e12, 989e12, 1979e12, 0),
+    "RTX 4090": Roofs(1.01e12, 165e12, 660e12, 0),
 }
 # Preset, window, tokens per pass of the demo model (README)
 ASSUMED = (("ar", 1, 1.0), ("csd-paper", 16, 3.7), ("csd", 40, 6.5))

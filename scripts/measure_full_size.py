@@ -101,7 +101,10 @@ def main(
             times[name].append(time.perf_counter() - began)
     medians = {name: float(np.median(own[1:])) for name, own in times.items()}
     for roof in roofs:
-        print(f"roofs: {roof.copy / 1e9:.1f} GB/s copied, {roof.product / 1e9:.0f} GFLOP/s; {threads} threads")
+        print(
+            f"roofs: {roof.copy / 1e9:.1f} GB/s copied, {roof.product / 1e9:.0f} GFLOP/s, "
+            f"{roof.integer_product / 1e9:.0f} GOP/s of bytes; {threads} threads"
+        )
     print("| step | ms | times as fast as eager | floor, ms | set by | step / floor | verification, share |")
     print("|---|---|---|---|---|---|---|")
     for name, seconds in medians.items():

@@ -21,6 +21,7 @@ class Work:
     products: int  # multiply-accumulates with weights per token fed
     cache_bytes: int  # of keys and values per position and row, all layers
     attention: int  # multiply-accumulates per token fed and position attended to, all layers
+    integer: bool = False  # products of bytes
 
     def bytes(self, rows: int, length: float) -> float:
         """Read by a step of `rows` rows whose caches hold `length` positions."""
@@ -42,7 +43,8 @@ class Floor:
 def floor(work: Work, roofs: Roofs, rows: int, window: int, length: float) -> Floor:
     """Roofline: the larger of bytes over the copy's rate and operations over the product's. Nothing is overlapped."""
     reading = work.bytes(rows, length) / roofs.copy
-    multiplying = work.operations(rows, window, length) / roofs.product
+    rate = roofs.integer_product if work.integer else roofs.product
+    multiplying = work.operations(rows, window, length) / rate
     return Floor(max(reading, multiplying), "bytes" if reading >= multiplying else "products")
 
 
@@ -50,7 +52,8 @@ def body_work(manifest: Manifest, width: int, products: int, weight_bytes: int) 
     """Work from sizes. As many query values as the model is wide, as in every family here."""
     item = 2 if manifest.precision in ("fp16", "bf16") else 4
     pairs = manifest.layers * manifest.key_value_heads * manifest.head_size
-    return Work(weight_bytes, products, 2 * pairs * item, 2 * manifest.layers * width)
+    integer = manifest.precision in ("int8", "int4", "w8a8")
+    return Work(weight_bytes, products, 2 * pairs * item, 2 * manifest.layers * width, integer)
 
 
 def step_work(bundle: Bundle) -> Work:
@@ -84,7 +87,7 @@ def graph_work(path: Path) -> tuple[int, int, int]:
             numbers = {attribute.name: attribute.i for attribute in node.attribute}
             products += numbers["K"] * numbers["N"]
             read += sum(size(name) for name in held)
-        elif node.op_type in ("MatMul", "Gemm") and held:
+        elif node.op_type in ("MatMul", "Gemm", "MatMulIntegerToFloat") and held:
             products += math.prod(weights[held[0]].dims)
             read += size(held[0])
     return products, read, int(weights["embedding"].dims[1])

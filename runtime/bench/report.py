@@ -52,7 +52,8 @@ def notes(report: Report) -> list[str]:
         f"{machine['provider']} {settings['precision']}; guidance {settings['guidance']:g}; "
         + ", ".join(f"{name} {version}" for name, version in machine["versions"].items()),
         f"roofs: {roofs.copy / 1e9:.1f} GB/s copied (read and written), {roofs.product / 1e9:.0f} GFLOP/s in float32 "
-        f"products; a step reads {report.work.weight_bytes / 1e6:.1f} MB of weights",
+        f"products, {roofs.integer_product / 1e9:.0f} GOP/s "
+        f"in products of bytes; a step reads {report.work.weight_bytes / 1e6:.1f} MB of weights",
     ]
     for name, least in report.floors.items():
         rates = report.rates(name)

@@ -24,7 +24,8 @@ class Roofs:
     """Rates of one machine with a number of threads."""
 
     copy: float  # bytes per second, read plus written, of a buffer as large as what a step reads
-    product: float  # floating point operations per second of a float32 matrix product, 1024 x 1024 x 1024
+    product: float  # operations per second of a float32 matrix product, 1024 x 1024 x 1024
+    integer_product: float  # the same of one of uint8 and int8, in ONNX Runtime
     threads: int
 
 
@@ -43,11 +44,11 @@ def measure_roofs(threads: int, working_set: int) -> Roofs:
     done = subprocess.run(command, capture_output=True, text=True, env=environment)
     if done.returncode:
         raise MachineError(f"expected this machine's copy and product rates, found: {done.stderr.strip()[-200:]}")
-    copy, product = json.loads(done.stdout)
-    return Roofs(copy, product, threads)
+    copy, product, integer_product = json.loads(done.stdout)
+    return Roofs(copy, product, integer_product, threads)
 
 
-def _measure(threads: int, size: int) -> tuple[float, float]:
+def _measure(threads: int, size: int) -> tuple[float, float, float]:
     import numpy as np
 
     source, target = np.ones((threads, size // threads // 8)), np.zeros((threads, size // threads // 8))
@@ -62,7 +63,27 @@ def _measure(threads: int, size: int) -> tuple[float, float]:
     a, b = np.ones((2, 1024, 1024), np.float32)
     out = np.empty_like(a)
     multiplying = _best(lambda: np.matmul(a, b, out=out))
-    return 2 * source.nbytes * copies / copying, 2 * 1024**3 / multiplying
+    integers = _integer_product(threads)
+    return 2 * source.nbytes * copies / copying, 2 * 1024**3 / multiplying, 2 * 1024**3 / _best(integers)
+
+
+def _integer_product(threads: int) -> Callable[[], object]:
+    import numpy as np
+    from onnx import TensorProto, helper, numpy_helper
+
+    from engines.onnx_runtime import OnnxRuntimeEngine
+
+    side = 1024
+    a, out = np.ones((side, side), np.uint8), np.zeros((side, side), np.float32)
+    x = helper.make_tensor_value_info("a", TensorProto.UINT8, [side, side])
+    y = helper.make_tensor_value_info("y", TensorProto.FLOAT, [side, side])
+    constants = {"b": np.ones((side, side), np.int8), "one": np.float32(1)}
+    held = [numpy_helper.from_array(np.asarray(value), name) for name, value in constants.items()]
+    node = helper.make_node("MatMulIntegerToFloat", ["a", "b", "one", "one"], ["y"], domain="com.microsoft")
+    graph = helper.make_graph([node], "product", [x], [y], held)
+    opsets = [helper.make_opsetid("", 21), helper.make_opsetid("com.microsoft", 1)]
+    model = helper.make_model(graph, opset_imports=opsets, ir_version=10)
+    return OnnxRuntimeEngine(model.SerializeToString(), threads=threads).bind({"a": a}, {"y": out})
 
 
 def _best(run: Callable[[], object], seconds: float = 0.7) -> float:

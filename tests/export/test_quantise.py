@@ -21,6 +21,7 @@ from export.parity import GREEDY, TOLERANCE, ParityError
 from export.quantise import BLOCK, LEVELS, pack, pack_outputs, quantise
 from export.step import Traced, Weight
 from runtime import ImageModel
+from runtime.bench.floor import graph_work, step_work
 from runtime.build import build_engines
 from tests.models import write_tiny
 
@@ -104,6 +105,8 @@ def test_weights_and_activations_are_quantised(
     graph = onnx.load(bundle.path("step.onnx"), load_external_data=False).graph
     kinds = [node.op_type for node in graph.node]
     assert kinds.count("MatMulIntegerToFloat") >= 2 * 7 + 1
+    products, size, _ = graph_work(bundle.path("step.onnx"))
+    assert size == products > 0 and step_work(bundle).integer
     assert kinds.count("QuantizeLinear") < kinds.count("MatMulIntegerToFloat")  # products of the same share its levels
     model = ImageModel.open(bundle.folder, threads=1)
     drafted = model.generate("red cat", preset="sjd", window=4, temperature=0)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -105,17 +106,20 @@ def test_work_is_that_of_the_checkpoint(demo: ImageModel) -> None:
 
 
 def test_floor_is_the_nearer_roof() -> None:
-    roofs = Roofs(copy=1e9, product=1e12, threads=1)
+    roofs = Roofs(copy=1e9, product=1e12, integer_product=4e12, threads=1)
     work = Work(weight_bytes=10**9, products=10**9, cache_bytes=1000, attention=1000)
     assert floor(work, roofs, rows=2, window=1, length=500).bound == "bytes"
     assert floor(work, roofs, rows=2, window=1, length=500).seconds == pytest.approx(1.001)
     wide = floor(work, roofs, rows=2, window=1000, length=500)
     assert wide.bound == "products" and wide.seconds == pytest.approx(2 * 2 * 1000 * (1e9 + 5e5) / 1e12)
+    integer = floor(replace(work, integer=True), roofs, rows=2, window=1000, length=500)
+    assert integer.seconds == pytest.approx(max(wide.seconds / 4, 1.001))
 
 
 def test_roofs_of_this_machine() -> None:
     found = measure_roofs(1, 1 << 22)
     assert 1e8 < found.copy < 1e13 and 1e8 < found.product < 1e14
+    assert 1e8 < found.integer_product < 1e15
 
 
 def test_contestants(demo: ImageModel) -> None:
