@@ -30,12 +30,14 @@ def export_checkpoint(
     size: tuple[int, int] | None = None,
     image_decoder: str | PathLike[str] | None = None,
     force: bool = False,
+    revision: str | None = None,
     on_stage: Callable[[str, int, int], None] | None = None,
+    on_write: Callable[[int, int], None] | None = None,
 ) -> tuple[Bundle, Parity]:
-    """Export a checkpoint folder to a bundle, compared with PyTorch before it is moved into place.
+    """Export a checkpoint to a bundle, compared with PyTorch before it is moved into place.
 
     Args:
-        checkpoint: folder in transformers' layout, safetensors.
+        checkpoint: folder with safetensors (preferred) or .bin weights, or an id on the hub such as ORG/NAME.
         output: bundle folder; an existing bundle stays until the new one has passed.
         precision: fp32, fp16 or bf16, of weights, activations and cache; int8 or int4, of weights alone; w8a8, of
             weights and what they are multiplied with. Norms and softmax are computed, and everything after the head
@@ -43,7 +45,9 @@ def export_checkpoint(
         size: width and height of the pictures in pixels; None: the family's usual size.
         image_decoder: file of an image decoder that the checkpoint lacks (Lumina-mGPT: Meta's vqgan.ckpt).
         force: keep a bundle whose logits are further off than its precision explains.
+        revision: branch, tag or commit of a hub id; None: its main branch.
         on_stage: called with (stage, number from 0, stages) before each stage.
+        on_write: called with (weights written, weights in all), counted in values, during `write step`.
 
     Raises:
         InputError: the checkpoint is not one that can be exported, or the output is taken.
@@ -58,8 +62,11 @@ def export_checkpoint(
             on_stage(name, STAGES.index(name), len(STAGES))
 
     from export.families import find_family
+    from export.hub import fetch
 
-    checkpoint = Path(checkpoint)
+    name = Path(checkpoint).resolve().name
+    with _machine_errors(output):
+        checkpoint = fetch(checkpoint, revision)
     with _machine_errors(output), writing_bundle(output) as folder:
         family = find_family(checkpoint)
         check_room(checkpoint, folder, precision)
@@ -73,7 +80,7 @@ def export_checkpoint(
 
         stage("load")
         loaded = family.load(checkpoint, size, Path(image_decoder) if image_decoder else None)
-        manifest = replace(loaded.manifest, precision=precision, versions=versions())
+        manifest = replace(loaded.manifest, name=name, precision=precision, versions=versions())
         loaded = replace(loaded, manifest=manifest)
         stage("trace step")
         dtypes = {"fp16": torch.float16, "bf16": torch.bfloat16}
@@ -82,7 +89,7 @@ def export_checkpoint(
             traced = quantise(traced, precision)
         attach_tail(traced.model, columns=manifest.columns, codes=loaded.codes)
         stage("write step")
-        write_step(traced, loaded, folder / STEP)
+        write_step(traced, loaded, folder / STEP, on_write)
         del traced
         stage("image decoder")
         save_graph(trace_image_decoder(loaded), folder / IMAGE_DECODER)

@@ -308,7 +308,7 @@ def write_step(
 ) -> None:
     """Write the graph, and its weights one by one into one file beside it: what is in memory is one weight.
 
-    `on_progress` is called with (bytes written, bytes in all).
+    `on_progress` is called with (weights written, weights in all), counted in values.
     """
     model = traced.model
     initializers = {tensor.name: tensor for tensor in model.graph.initializer}

@@ -273,7 +273,7 @@ def list_presets(bundle: BundleOption = None) -> None:
 
 @app.command("export")
 def export_command(
-    checkpoint: Annotated[Path, typer.Argument(help="Checkpoint folder in transformers' layout.")],
+    checkpoint: Annotated[str, typer.Argument(help="Checkpoint folder, or an id on the hub: ORG/NAME.")],
     output: Annotated[Path, typer.Option("--output", "-o", help="Bundle folder to write.")],
     precision: Annotated[str, typer.Option(help="fp32, fp16, bf16 (GPU), int8, int4 or w8a8 (CPU).")] = "fp32",
     size: Annotated[str | None, typer.Option(help="Pictures' WIDTHxHEIGHT; without it the family's usual.")] = None,
@@ -281,11 +281,12 @@ def export_command(
     image_decoder: Annotated[
         Path | None, typer.Option(help="Image decoder's file, where the checkpoint has none (Lumina-mGPT: vqgan.ckpt).")
     ] = None,
+    revision: Annotated[str | None, typer.Option(help="Branch, tag or commit of a hub id.")] = None,
 ) -> None:
     """Export a checkpoint to a bundle and compare it with PyTorch."""
     from export.command import run
 
-    run(checkpoint, output, precision, parse_size(size), image_decoder, force, console)
+    run(checkpoint, output, precision, parse_size(size), image_decoder, force, revision, console)
 
 
 def parse_size(text: str | None) -> tuple[int, int] | None:

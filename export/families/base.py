@@ -25,7 +25,7 @@ class Loaded:
         head: hidden states [..., width] -> image logits [..., V].
         codes: code vectors [V, E], unit length.
         image_decoder: codes [B, N] -> pixels [B, height, width, 3] as uint8.
-        manifest: all but the precision, which the exporter sets.
+        manifest: all but name, precision and versions, which the exporter sets.
     """
 
     model: Any

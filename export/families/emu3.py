@@ -7,6 +7,7 @@ in the same template (transformers' Emu3Processor and the model card's example).
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -26,18 +27,33 @@ from export.families.reading import (
     read_tokenizer,
     split_table,
 )
+from export.families.sizes import Sizes
+from export.families.tensors import Table
 from runtime.bundle import Manifest, text_id
 
 IMAGE_START, IMAGE_TOKEN, IMAGE_END = "<|image start|>", "<|image token|>", "<|image end|>"
 END_OF_LINE, END_OF_FILE = "<|extra_200|>", "<|extra_201|>"
-LARGEST = 720  # pixels of a side of the largest square
-MOST_RATIO = 4
+CODE_PIXELS = 8
+SIZES = Sizes(
+    code=CODE_PIXELS,
+    step=CODE_PIXELS,
+    room=96,  # the negative prompt takes half of it
+    largest=720,
+    usual=range(720, 0, -CODE_PIXELS),
+    published=[(720, 720), (624, 832), (832, 624), (536, 952), (952, 536)],
+)
 MAX_WINDOW = 64
-PROMPT_ROOM = 96  # ids left for prompts beside the largest picture; the negative prompt takes half of them
 NEGATIVE = (
     "lowres, bad anatomy, bad hands, text, error, missing fingers, extra digit, fewer digits, cropped, worst quality, "
     "low quality, normal quality, jpeg artifacts, signature, watermark, username, blurry."
 )
+# Names written before transformers 4.52
+TABLE: Table = (
+    (r"text_model\.lm_head\.", "lm_head."),
+    (r"text_model\.model\.", "model.text_model."),
+    (r"vqmodel\.", "model.vqmodel."),
+)
+NOT_READ = ("model.vqmodel.encoder.", "model.vqmodel.quant_conv.")
 
 
 class Emu3:
@@ -50,7 +66,7 @@ class Emu3:
         if decoder is not None:
             raise InputError(f"expected no image decoder for {self.name}, found {decoder}; the checkpoint has its own")
         check_settings(checkpoint)
-        model = read_stock(checkpoint, "Emu3ForConditionalGeneration")
+        model = read_stock(checkpoint, "Emu3ForConditionalGeneration", TABLE, NOT_READ)
         inner = model.model
         config, vq = model.config.text_config, model.config.vq_config
         tokenizer = read_tokenizer(checkpoint, (IMAGE_START, IMAGE_TOKEN, IMAGE_END, END_OF_LINE, END_OF_FILE))
@@ -64,7 +80,8 @@ class Emu3:
         text_ids = check_codes(checkpoint, inner.vocabulary_mapping.img2bpe, vq.codebook_size)
         start = min(text_ids)
         pixels = inner.vqmodel.spatial_scale_factor
-        width, height = _check_size(size, pixels, config.max_position_embeddings)
+        width, height = replace(SIZES, code=pixels, step=pixels).choose(size, config.max_position_embeddings)
+        inner.vqmodel.encoder = inner.vqmodel.quant_conv = nn.Identity()  # not read
         rows, columns = height // pixels, width // pixels + 1
         with torch.no_grad():
             embedding = split_table(inner.text_model.embed_tokens.weight, start, text_ids)
@@ -76,7 +93,7 @@ class Emu3:
         forced |= {rows * columns + index: identifier for index, identifier in enumerate(last)}
         manifest = Manifest(
             family=self.name,
-            name=checkpoint.resolve().name,
+            name="",
             precision="fp32",
             image_vocabulary=vq.codebook_size,
             text_vocabulary=config.vocab_size - vq.codebook_size,
@@ -178,26 +195,3 @@ def _unfold_norms(module: nn.Module) -> None:
             setattr(module, name, _Affine(child))
         else:
             _unfold_norms(child)
-
-
-def _check_size(size: tuple[int, int] | None, pixels: int, context: int) -> tuple[int, int]:
-    """Width and height in pixels: what was asked for, or the largest square that the context holds."""
-
-    def fits(width: int, height: int) -> bool:
-        return (height // pixels) * (width // pixels + 1) + PROMPT_ROOM <= context
-
-    if size is None:
-        side = next((side for side in range(LARGEST, 0, -pixels) if fits(side, side)), pixels)
-        size = (side, side)
-    width, height = size
-    steps = all(side > 0 and side % pixels == 0 for side in size)
-    if not steps or max(size) > MOST_RATIO * min(size) or width * height > LARGEST**2 or not fits(*size):
-        published = [(720, 720), (624, 832), (832, 624), (536, 952), (952, 536)]
-        listed = ", ".join(
-            f"{wide}x{high}" for wide, high in published if wide * high <= LARGEST**2 and fits(wide, high)
-        )
-        raise InputError(
-            f"expected a size of {listed or 'fewer tokens than the context'}, or another in steps of {pixels} pixels, "
-            f"at most {MOST_RATIO} to 1 and {LARGEST}x{LARGEST} in all, found {width}x{height}; choose one of them"
-        )
-    return size

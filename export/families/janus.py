@@ -21,6 +21,7 @@ from runtime.bundle import Manifest
 BEGIN_OF_IMAGE = "<begin_of_image>"
 USER = "<|User|>"
 MAX_WINDOW = 64
+NOT_READ = ("model.vision_model.", "model.aligner.", "lm_head.", "model.vqmodel.encoder.", "model.vqmodel.quant_conv.")
 
 
 class Janus:
@@ -29,9 +30,10 @@ class Janus:
     name = "janus"
 
     def load(self, checkpoint: Path, size: tuple[int, int] | None = None, decoder: Path | None = None) -> Loaded:
-        """Read a Janus checkpoint in transformers' layout (safetensors only)."""
+        """Read a Janus checkpoint in transformers' layout."""
         check_settings(checkpoint)
-        return load_model(checkpoint, read_stock(checkpoint, "JanusForConditionalGeneration"), size, decoder)
+        model = read_stock(checkpoint, "JanusForConditionalGeneration", not_read=NOT_READ)
+        return load_model(checkpoint, model, size, decoder)
 
 
 FAMILY = Janus()
@@ -60,7 +62,7 @@ def load_model(checkpoint: Path, model: Any, size: tuple[int, int] | None, decod
         )
     manifest = Manifest(
         family=Janus.name,
-        name=checkpoint.resolve().name,
+        name="",
         precision="fp32",
         image_vocabulary=len(codes),
         text_vocabulary=inner.language_model.embed_tokens.num_embeddings,

@@ -9,14 +9,11 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
-import torch
-
-from csd_ops.errors import InputError
 from export.families import read_config
 from export.families.base import Loaded
-from export.families.janus import load_model
-from export.families.reading import AGAIN, check_settings
-from export.families.tensors import Table, assign, read_tensors, rename
+from export.families.janus import NOT_READ, load_model
+from export.families.reading import check_settings, fill, skeleton
+from export.families.tensors import Table
 
 TABLE: Table = (
     (r"vision_model\..*", None),
@@ -37,7 +34,6 @@ TABLE: Table = (
     (r"gen_vision_model\.decoder\.mid\.2\.", "model.vqmodel.decoder.mid.block_2."),
     (r"gen_vision_model\.", "model.vqmodel."),
 )
-NOT_READ = ("model.vision_model.", "model.aligner.", "lm_head.", "model.vqmodel.encoder.", "model.vqmodel.quant_conv.")
 LANGUAGE = (
     "vocab_size",
     "hidden_size",
@@ -60,8 +56,8 @@ class JanusOriginal:
         """Read the original layout, sharded or not, safetensors or .bin."""
         check_settings(checkpoint)
         model = _skeleton(checkpoint)
-        assign(model, rename(read_tensors(checkpoint), TABLE), checkpoint, NOT_READ)
-        return load_model(checkpoint, model.eval(), size, decoder)
+        fill(model, checkpoint, TABLE, NOT_READ)
+        return load_model(checkpoint, model, size, decoder)
 
 
 FAMILY = JanusOriginal()
@@ -69,7 +65,6 @@ FAMILY = JanusOriginal()
 
 def _skeleton(checkpoint: Path) -> Any:
     """The stock class on the meta device, with the sizes of the original configuration."""
-    from huggingface_hub.errors import StrictDataclassError
     from transformers import (
         GenerationConfig,
         JanusConfig,
@@ -80,13 +75,14 @@ def _skeleton(checkpoint: Path) -> Any:
     )
 
     document = read_config(checkpoint)
-    try:
+
+    def config() -> JanusConfig:
         language = document["language_config"]
         image = document["gen_vision_config"]["params"]
         head = document["gen_head_config"]["params"]
         pixels = document["vision_config"]["params"]["image_size"]
         text = LlamaConfig(**{name: language[name] for name in LANGUAGE if name in language})
-        config = JanusConfig(
+        return JanusConfig(
             text_config=text.to_dict(),
             vision_config=JanusVisionConfig(image_size=pixels, num_image_tokens=(pixels // 16) ** 2).to_dict(),
             vq_config=JanusVQVAEConfig(
@@ -98,14 +94,7 @@ def _skeleton(checkpoint: Path) -> Any:
                 num_hidden_layers=document["gen_aligner_config"]["params"]["depth"],
             ).to_dict(),
         )
-        with torch.device("meta"):
-            model = JanusForConditionalGeneration(config)
-    except (KeyError, TypeError, ValueError, AttributeError, StrictDataclassError) as error:
-        first = " ".join(str(error).split())
-        raise InputError(
-            f"expected the configuration of a Janus model in {checkpoint / 'config.json'}, found: {first}; {AGAIN}"
-        ) from None
+
+    model = skeleton(checkpoint, JanusForConditionalGeneration, config)
     model.generation_config = GenerationConfig()  # the layout has none: special ids are the tokenizer's
-    rotary = model.model.language_model.rotary_emb
-    model.model.language_model.rotary_emb = type(rotary)(text)  # its frequencies are computed, not read
     return model

@@ -29,15 +29,23 @@ from export.families.reading import (
     read_tokenizer,
     split_table,
 )
+from export.families.sizes import Sizes
+from export.families.tensors import Stored, assign, read_file
 from runtime.bundle import Manifest, text_id
 
 START, END, TURN, NEWLINE = "<racm3:break>", "<eoss>", "<reserved08706>", "<reserved08799>"
 FIRST_SIZE = 8800  # <reserved0(8800 + n)> says n * 32 pixels
 CODE_PIXELS, STEP_PIXELS = 16, 32
 PUBLISHED = (768, 512, 1024)
-MOST_RATIO = 4
+SIZES = Sizes(
+    code=CODE_PIXELS,
+    step=STEP_PIXELS,
+    room=64,
+    largest=max(PUBLISHED),
+    usual=(*PUBLISHED, *range(512 - STEP_PIXELS, 0, -STEP_PIXELS)),
+    published=[(side, side) for side in PUBLISHED],
+)
 MAX_WINDOW = 64
-PROMPT_ROOM = 64  # ids left for prompts beside the largest picture
 DECODERS = ("vqgan.safetensors", "vqgan.ckpt", "tokenizer/vqgan.ckpt")
 
 
@@ -49,7 +57,7 @@ class Lumina:
     def load(self, checkpoint: Path, size: tuple[int, int] | None = None, decoder: Path | None = None) -> Loaded:
         """Read a Chameleon checkpoint in transformers' layout, and the VQGAN beside it or at `decoder`."""
         check_settings(checkpoint)
-        model = read_stock(checkpoint, "ChameleonForConditionalGeneration", ignore=("model.vqmodel.",))
+        model = read_stock(checkpoint, "ChameleonForConditionalGeneration", not_read=("model.vqmodel.",))
         config, body = model.config, model.model
         tokenizer = read_tokenizer(checkpoint, (START, END, TURN, NEWLINE))
         check_vocabulary(checkpoint, tokenizer, config.vocab_size)
@@ -57,7 +65,7 @@ class Lumina:
         text_ids = check_codes(checkpoint, body.vocabulary_mapping.img2bpe, vocabulary)
         start = min(text_ids)
         context = config.max_position_embeddings
-        width, height = _check_size(size, context)
+        width, height = SIZES.choose(size, context)
         sizes = [f"<reserved0{FIRST_SIZE + side // STEP_PIXELS}>" for side in (height, width)]
         read_tokenizer(checkpoint, tuple(sizes))
         rows, columns = height // CODE_PIXELS, width // CODE_PIXELS + 1
@@ -69,7 +77,7 @@ class Lumina:
         tokens = 2 + rows * columns + 2
         manifest = Manifest(
             family=self.name,
-            name=checkpoint.resolve().name,
+            name="",
             precision="fp32",
             image_vocabulary=vocabulary,
             text_vocabulary=config.vocab_size - vocabulary,
@@ -120,27 +128,6 @@ def _grammar(tokenizer: Any, start: int, vocabulary: int, rows: int, columns: in
     forced = dict(enumerate(sizes)) | {2 + row * columns + columns - 1: NEWLINE for row in range(rows)}
     forced |= {2 + rows * columns: END, 3 + rows * columns: TURN}
     return {str(position): identifier(name) for position, name in sorted(forced.items())}
-
-
-def _check_size(size: tuple[int, int] | None, context: int) -> tuple[int, int]:
-    """Width and height in pixels: what was asked for, or the first published square that the context holds."""
-
-    def fits(width: int, height: int) -> bool:
-        return (height // CODE_PIXELS) * (width // CODE_PIXELS + 1) + PROMPT_ROOM <= context
-
-    if size is None:
-        squares = [*PUBLISHED, *range(512 - STEP_PIXELS, 0, -STEP_PIXELS)]
-        side = next((side for side in squares if fits(side, side)), STEP_PIXELS)
-        size = (side, side)
-    width, height = size
-    steps = all(side > 0 and side % STEP_PIXELS == 0 for side in size)
-    if not steps or max(size) > MOST_RATIO * min(size) or width * height > max(PUBLISHED) ** 2 or not fits(*size):
-        listed = ", ".join(f"{side}x{side}" for side in PUBLISHED if fits(side, side))
-        raise InputError(
-            f"expected a size of {listed or 'fewer tokens than the context'}, or another in steps of {STEP_PIXELS} "
-            f"pixels, at most {MOST_RATIO} to 1 and within {context} tokens, found {width}x{height}; choose one of them"
-        )
-    return size
 
 
 # ---- the image decoder -------------------------------------------------------------------------------------------
@@ -232,34 +219,9 @@ def read_vqgan(checkpoint: Path, path: Path | None, config: Any) -> Vqgan:
             f"expected Meta's VQGAN at {' or '.join(map(str, found))}, found none; copy vqgan.ckpt of Chameleon or "
             "Anole there, or name it with --image-decoder"
         )
-    tensors = _read_tensors(path)
-    vqgan = Vqgan(config)
-    wanted = vqgan.state_dict()
-    for name, value in wanted.items():
-        if name not in tensors:
-            raise InputError(f"expected the tensor {name} in {path}, found none; this file is of another model")
-        if tensors[name].shape != value.shape:
-            raise InputError(
-                f"expected {name} of shape {list(value.shape)} in {path}, found {list(tensors[name].shape)}; "
-                "this file is of another model"
-            )
-    vqgan.load_state_dict({name: tensors[name].float() for name in wanted})
-    return vqgan.eval()
-
-
-def _read_tensors(path: Path) -> dict[str, torch.Tensor]:
-    """Tensors of a file; a .ckpt is unpickled with weights alone."""
-    try:
-        if path.suffix == ".safetensors":
-            from safetensors.torch import load_file
-
-            tensors: Any = load_file(path)
-        else:
-            tensors = torch.load(path, map_location="cpu", weights_only=True, mmap=True)
-            tensors = tensors.get("state_dict", tensors)
-    except Exception as error:  # torch and safetensors raise many kinds
-        first = " ".join(str(error).split())[:200]
-        raise InputError(
-            f"expected tensors alone in {path}, found: {first}; convert it to safetensors on a machine you trust it on"
-        ) from None
-    return {name: value for name, value in tensors.items() if isinstance(value, torch.Tensor)}
+    stored = {name: Stored(tensor, path) for name, tensor in read_file(path).items()}
+    with torch.device("meta"):
+        vqgan = Vqgan(config)
+    # the encoder is left in the file
+    assign(vqgan, {name: stored[name] for name in vqgan.state_dict() if name in stored}, path)
+    return vqgan.float().eval()

@@ -1,8 +1,9 @@
-"""What the families share in reading a checkpoint: its files, its tokenizer, a stock class from safetensors."""
+"""What the families share in reading a checkpoint: its files, its tokenizer, a stock class with its tensors."""
 
 from __future__ import annotations
 
 import json
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -10,13 +11,17 @@ import torch
 from torch import nn
 
 from csd_ops.errors import InputError
+from export.families import read_config
+from export.families.tensors import Table, assign, read_tensors, rename
 
 AGAIN = "download the checkpoint again"
+SETTINGS = "generation_config.json"
+OLD: Table = ((r".*rotary_emb\.inv_freq$", None),)  # written by transformers before 4.31
 
 
 def check_settings(checkpoint: Path) -> None:
     """Refuse a torn generation_config.json: transformers would take its defaults without a word."""
-    path = checkpoint / "generation_config.json"
+    path = checkpoint / SETTINGS
     try:
         if path.is_file():
             json.loads(path.read_text("utf-8"))
@@ -52,50 +57,45 @@ def check_vocabulary(checkpoint: Path, tokenizer: Any, rows: int) -> None:
         )
 
 
-def read_stock(checkpoint: Path, name: str, ignore: tuple[str, ...] = ()) -> Any:
-    """A stock transformers class from local safetensors, in the precision they are stored in.
+def skeleton(checkpoint: Path, kind: Any, config: Callable[[], Any]) -> Any:
+    """A stock class on the meta device; InputError if its configuration is not one."""
+    from huggingface_hub.errors import StrictDataclassError
 
-    Every missing, unexpected or mis-shaped tensor is an error, but those whose names begin with one of `ignore`.
+    try:
+        with torch.device("meta"):
+            return kind(config())
+    except (KeyError, TypeError, ValueError, AttributeError, RuntimeError, StrictDataclassError) as error:
+        first = " ".join(str(error).split())
+        raise InputError(
+            f"expected the configuration of a {kind.__name__.removesuffix('ForConditionalGeneration')} model in "
+            f"{checkpoint / 'config.json'}, found: {first}; {AGAIN}"
+        ) from None
+
+
+def read_stock(checkpoint: Path, name: str, table: Table = (), not_read: Sequence[str] = ()) -> Any:
+    """A stock transformers class whose parameters are mapped from the checkpoint, in the precision they are stored in.
+
+    `table` renames tensors of older layouts. Every missing, unexpected or mis-shaped tensor is an error; parts whose
+    names begin with one of `not_read` stay on the meta device.
     """
     import transformers
-    from huggingface_hub.errors import StrictDataclassError
-    from safetensors import SafetensorError, safe_open
 
-    files = sorted(checkpoint.glob("*.safetensors"))
-    if not files:
-        raise InputError(
-            f"expected safetensors weights in {checkpoint}, found none; download or convert the checkpoint"
-        )
-    for file in files:
-        try:
-            with safe_open(file, "pt") as tensors:
-                tensors.keys()
-        except (SafetensorError, OSError) as error:
-            raise InputError(
-                f"expected a whole safetensors file at {file}, found: {error}; download it again"
-            ) from None
-    try:
-        model, info = getattr(transformers, name).from_pretrained(
-            checkpoint,
-            dtype="auto",
-            local_files_only=True,
-            use_safetensors=True,
-            ignore_mismatched_sizes=True,  # refused below, by name
-            output_loading_info=True,
-        )
-    except (ValueError, OSError, RuntimeError, TypeError, KeyError, StrictDataclassError) as error:
-        first = " ".join(str(error).split())
-        kind = name.removesuffix("ForConditionalGeneration")
-        raise InputError(f"expected a {kind} checkpoint in {checkpoint}, found: {first}; download it again") from None
-    for kind in ("missing_keys", "unexpected_keys", "mismatched_keys"):
-        keys = [key if isinstance(key, str) else f"{key[0]} {list(key[1])}" for key in info.get(kind) or ()]
-        keys = [key for key in keys if not key.startswith(ignore)] if ignore else keys
-        if keys:
-            raise InputError(
-                f"expected the tensors of config.json in {checkpoint}, found {kind.replace('_keys', '')} {min(keys)} "
-                f"(and {len(keys) - 1} more); {AGAIN}"
-            )
-    return model.eval()
+    kind = getattr(transformers, name)
+    document = read_config(checkpoint)
+    model = skeleton(checkpoint, kind, lambda: kind.config_class.from_dict(document))
+    fill(model, checkpoint, table, not_read)
+    model.generation_config = transformers.GenerationConfig.from_model_config(model.config)
+    if (checkpoint / SETTINGS).is_file():
+        model.generation_config = transformers.GenerationConfig.from_pretrained(checkpoint, local_files_only=True)
+    return model
+
+
+def fill(model: Any, checkpoint: Path, table: Table, not_read: Sequence[str]) -> None:
+    """Give a skeleton its tensors, and the rotary frequencies, which are computed and not read."""
+    assign(model, rename(read_tensors(checkpoint), (*OLD, *table)), checkpoint, not_read)
+    for module in [module for module in model.modules() if hasattr(module, "rotary_emb")]:
+        module.rotary_emb = type(module.rotary_emb)(module.config)
+    model.eval()
 
 
 def split_table(table: torch.Tensor, start: int, codes: list[int]) -> list[torch.Tensor]:

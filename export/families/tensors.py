@@ -43,7 +43,7 @@ def read_tensors(checkpoint: Path) -> dict[str, Stored]:
         if files:
             found: dict[str, Stored] = {}
             for file in files:
-                found |= {name: Stored(tensor, file) for name, tensor in _read_file(file).items()}
+                found |= {name: Stored(tensor, file) for name, tensor in read_file(file).items()}
             return found
     raise InputError(f"expected safetensors or .bin weights in {checkpoint}, found none; download the checkpoint again")
 
@@ -58,13 +58,15 @@ def _indexed(index: Path) -> list[Path]:
     return [index.parent / Path(str(name)).name for name in sorted(names)]
 
 
-def _read_file(file: Path) -> Mapping[str, torch.Tensor]:
+def read_file(file: Path) -> Mapping[str, torch.Tensor]:
+    """Tensors of a file, mapped; all but safetensors is unpickled with weights alone."""
     try:
         if file.suffix == ".safetensors":
             from safetensors.torch import load_file
 
             return load_file(file)
         tensors: Any = torch.load(file, map_location="cpu", weights_only=True, mmap=True)
+        tensors = tensors.get("state_dict", tensors)
         return {name: value for name, value in tensors.items() if isinstance(value, torch.Tensor)}
     except Exception as error:  # torch and safetensors raise many kinds
         first = " ".join(str(error).split())[:200]

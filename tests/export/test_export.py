@@ -106,8 +106,8 @@ BAD = {
     "no config": (lambda c: (c / "config.json").unlink(), "config.json"),
     "torn config": (lambda c: _truncate(c / "config.json"), "JSON"),
     "another family": (lambda c: _rewrite_config(c, model_type="llama"), "'llama'"),
-    "no weights": (lambda c: (c / "model.safetensors").unlink(), "safetensors weights"),
-    "torn weights": (lambda c: _truncate(c / "model.safetensors"), "whole safetensors"),
+    "no weights": (lambda c: (c / "model.safetensors").unlink(), "safetensors or .bin weights"),
+    "torn weights": (lambda c: _truncate(c / "model.safetensors"), "a whole file of tensors at"),
     "no tokenizer": (lambda c: (c / "tokenizer.json").unlink(), "tokenizer.json"),
     "torn tokenizer": (lambda c: _truncate(c / "tokenizer.json"), "tokenizer"),
     "no image token": (

@@ -105,6 +105,12 @@ def family(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFact
     return made
 
 
+def test_a_prompt_that_does_not_fit(family: Family) -> None:
+    most = family.manifest.max_prompt
+    with pytest.raises(InputError, match=f"expected a prompt of at most {most} tokens, found .*; shorten it"):
+        family.model.generate("red " * most)
+
+
 @pytest.mark.parametrize("shift", [0, 1])
 def test_windows_after_roll_backs_equal_the_full_forward(family: Family, shift: int) -> None:
     """Ragged rows, each rolled back by its own number; a length off by one (shift) must show."""
@@ -200,13 +206,13 @@ def test_prompt_of_lumina(tmp_path_factory: pytest.TempPathFactory) -> None:
 
 def test_lumina_at_768_has_2357_tokens() -> None:
     """Start (in the prompt), height, width, 48 rows of 48 codes and a newline, end, end of turn."""
-    from export.families.lumina import _check_size, _grammar
+    from export.families.lumina import SIZES, _grammar
 
     class Ids:
         def token_to_id(self, name: str) -> int:
             return {"<reserved08824>": 8828, "<reserved08799>": 8803, "<eoss>": 8196, "<reserved08706>": 8710}[name]
 
-    assert _check_size(None, 4096) == (768, 768)
+    assert SIZES.choose(None, 4096) == (768, 768)
     forced = _grammar(Ids(), 4, 8192, 48, 49, ["<reserved08824>"] * 2)
     assert forced["0"] == forced["1"] == 8828, "text ids behind the image codes keep their number"
     assert [int(position) for position, name in forced.items() if name == 8803] == [2 + 49 * r + 48 for r in range(48)]
@@ -337,7 +343,7 @@ def test_other_sizes_by_grammar(tmp_path: Path) -> None:
         (write_tiny_lumina, (320, 32), "at most 4 to 1"),
         (write_tiny_lumina, (768, 768), "within 192 tokens, found 768x768"),
         (write_tiny_emu3, (50, 50), "another in steps of 8 pixels"),
-        (write_tiny_emu3, (1024, 1024), "720x720 in all, found 1024x1024"),
+        (write_tiny_emu3, (1024, 1024), "720x720 in all and within 192 tokens, found 1024x1024"),
         (write_tiny_janus, (64, 64), "the only one janus draws, found 64x64; leave --size out"),
     ],
 )
@@ -356,7 +362,7 @@ def test_lumina_without_its_image_decoder(tmp_path: Path) -> None:
         export_checkpoint(checkpoint, tmp_path / "bundle")
     export_checkpoint(checkpoint, tmp_path / "bundle", image_decoder=tmp_path / "elsewhere.ckpt")
     (tmp_path / "elsewhere.ckpt").write_bytes(b"\x80\x04cos\nsystem\n.")
-    with pytest.raises(InputError, match=r"expected tensors alone in .*elsewhere\.ckpt"):
+    with pytest.raises(InputError, match=r"expected a whole file of tensors at .*elsewhere\.ckpt"):
         export_checkpoint(checkpoint, tmp_path / "again", image_decoder=tmp_path / "elsewhere.ckpt")
 
 

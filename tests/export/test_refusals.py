@@ -37,7 +37,7 @@ HEAD = "model.generation_head.vision_head.weight"
 CONTRADICTIONS: dict[str, tuple[Callable[[Path], object], str]] = {
     "a tensor of another shape": (
         lambda c: _change_tensors(c, lambda tensors: tensors.update({HEAD: tensors[HEAD][:3].copy()})),
-        f"mismatched {HEAD} [3, 16]",
+        "found mismatched [3, 16]",
     ),
     "a stray tensor": (
         lambda c: _change_tensors(c, lambda tensors: tensors.update(stray=tensors[HEAD].copy())),
@@ -45,7 +45,7 @@ CONTRADICTIONS: dict[str, tuple[Callable[[Path], object], str]] = {
     ),
     "heads unlike the tensors": (
         lambda c: _set(c, "config.json", "text_config", "num_key_value_heads", to=1),
-        "mismatched model.language_model.layers.0.self_attn.k_proj.weight",
+        "expected model.language_model.layers.0.self_attn.k_proj.weight of shape",
     ),
     "a word for a number": (lambda c: _set(c, "config.json", "text_config", "hidden_size", to="big"), "hidden_size"),
     "no text model": (lambda c: _set(c, "config.json", "text_config", to="none"), "text_config"),
