@@ -133,8 +133,9 @@ def _machine_errors(output: str | PathLike[str]) -> Iterator[None]:
     try:
         yield
     except ImportError as error:
+        found = f"no {error.name}" if error.name else " ".join(str(error).split())
         raise MachineError(
-            f"expected the packages of the export extra, found no {error.name}; install `csd-toolkit[export]`"
+            f"expected the packages of the export extra, found {found}; install `csd-toolkit[export]`"
         ) from None
     except OSError as error:
         raise MachineError(

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import re
+import textwrap
 from pathlib import Path
 
 from csd_ops.errors import InputError
@@ -58,7 +59,7 @@ def _download(name: str, revision: str | None, patterns: list[str]) -> Path:
             "may not read); check the name, or log in with `hf auth login`"
         )
     except (OSError, HfHubHTTPError) as error:  # not in the cache and no connection, or the connection broke
-        first = " ".join(str(error).split())[:120]
+        first = textwrap.shorten(str(error), 120, placeholder=" ...")
         problem = (
             f"expected {asked} from the hub or in its cache {constants.HF_HUB_CACHE}, found neither ({first}); connect "
             f"and repeat, fetch it elsewhere with `hf download {name}`, or name a folder"

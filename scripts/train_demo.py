@@ -80,7 +80,7 @@ def fetch(work: Path) -> Path:
     if not (package / "emoji.json").is_file():
         if shutil.which("npm") is None:
             raise SystemExit(f"expected npm to fetch {PACKAGE}, found none; unpack it yourself and pass --emoji")
-        subprocess.run(["npm", "pack", PACKAGE], cwd=work, check=True, stdout=subprocess.DEVNULL)
+        subprocess.run(["npm", "pack", "--silent", PACKAGE], cwd=work, check=True, stdout=subprocess.DEVNULL)
         archive = next(work.glob("emoji-datasource-google-*.tgz"))
         with tarfile.open(archive) as file:
             wanted = ("package/emoji.json", "package/img/google/64/", "package/README.md")
