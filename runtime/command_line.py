@@ -486,7 +486,7 @@ def bench_command(
     from runtime.bench.eager import BASELINES, check_checkpoint
     from runtime.bundle import write_text
     from runtime.model import ImageModel
-    from runtime.presets import contestant
+    from runtime.presets import contestant, split_presets
     from runtime.prompt import read_prompts
 
     names = baselines.split(",") if baseline else []
@@ -500,7 +500,7 @@ def bench_command(
         check_folder(trace)
     texts = read_prompts(prompts) if prompts else list(BENCH_PROMPTS)
     model = ImageModel.open(bundle, engine=engine, threads=threads, wait=wait)
-    chosen = {name: contestant(model, name) for name in presets.split(",")}
+    chosen = {name: contestant(model, name) for name in split_presets(presets)}
     make_folder(output)
 
     def save(found: measure.Report) -> None:
@@ -531,6 +531,88 @@ def bench_command(
         measure.trace(model, last, texts[0], trace, guidance=found.settings["guidance"])
         written.append(trace)
     console.print(f"wrote {', '.join(map(str, written))}", soft_wrap=True, markup=False)
+
+
+@app.command("eval")
+def eval_command(
+    bundle: Annotated[Path | None, typer.Argument(help="Bundle folder; without it the demo model.")] = None,
+    prompts: Annotated[
+        Path | None, typer.Option("--prompts", "-p", help="COCO captions (.json), GenEval (.jsonl), or a line each.")
+    ] = None,
+    presets: Annotated[
+        str, typer.Option(help="Comma-separated, the first exact one is the base; `csd:16` is csd with a window of 16.")
+    ] = "ar,sjd,addition,gsd,csd-paper,csd",
+    count: Annotated[int | None, typer.Option(help="Pictures per preset; without it one per prompt.", min=1)] = None,
+    output: Annotated[Path, typer.Option("--output", "-o", help="Folder of results, resumed if it is there.")] = Path(
+        "eval"
+    ),
+    clip: Annotated[
+        str | None, typer.Option(help="CLIP folder or hub id for CLIP scores; without it the demo model has its own.")
+    ] = None,
+    inception: Annotated[
+        Path | None, typer.Option(help="File of Inception V3's usual weights, for FID and KID.")
+    ] = None,
+    reference: Annotated[Path | None, typer.Option(help="Folder of reference pictures, for FID and KID.")] = None,
+    seed: Annotated[int, typer.Option(help="Picture i of a preset uses this plus i.")] = 0,
+    guidance: Annotated[float | None, typer.Option(help="Guidance weight; without it the bundle's.")] = None,
+    temperature: Annotated[float | None, typer.Option(help="Without it the bundle's; 0 is greedy.")] = None,
+    top_k: Annotated[int | None, typer.Option(help="Without it the bundle's; 0 is off.")] = None,
+    top_p: Annotated[float | None, typer.Option(help="Without it the bundle's; 1 is off.")] = None,
+    engine: Annotated[str, typer.Option(help="As for generate.")] = "auto",
+    workers: Annotated[
+        int | None, typer.Option(help="Processes, or Ray actors; without it as many as there are cores.", min=1)
+    ] = None,
+    threads: Annotated[int, typer.Option(help="Threads of each; another number may turn a decision.", min=1)] = 1,
+    ray: Annotated[str | None, typer.Option(help="Draw on a Ray cluster: its address, or `local`.")] = None,
+) -> None:
+    """Compare presets as the CSD paper does: same prompts and seeds, latency, steps, scores, tests, a report."""
+    from functools import partial
+
+    from engines.machine import processor
+    from runtime.evaluation import generate as drawing
+    from runtime.evaluation import metrics, report
+    from runtime.evaluation import prompts as captions
+    from runtime.evaluation.workers import Orders, draw_here, draw_in_processes, draw_on_ray
+    from runtime.model import DEMO, ImageModel
+    from runtime.presets import contestant, split_presets
+
+    if prompts is None:
+        raise InputError("expected prompts, found none; name COCO captions, GenEval's lines or a text with --prompts")
+    chosen = split_presets(presets)
+    texts = captions.read(prompts, count, seed)
+    model = ImageModel.open(bundle, engine=engine, threads=threads)
+    for name in chosen:
+        contestant(model, name)
+    for prompt in texts:
+        model.prompt_length(prompt.text)  # one that does not fit is told before anything is drawn
+    orders = Orders(
+        model.bundle.folder.resolve(),
+        engine,
+        threads,
+        tuple(prompt.text for prompt in texts),
+        seed,
+        guidance,
+        temperature,
+        top_k,
+        top_p,
+    )
+    number = workers or max(1, processor()[1] // threads)
+    draw = partial(draw_in_processes, count=number) if number > 1 else draw_here
+    if ray is not None:
+        draw = partial(draw_on_ray, count=workers, address=None if ray == "local" else ray)
+    with progress_bar("eval", unit="pictures") as on_progress:
+        results = drawing.generate(orders, texts, chosen, output, draw, on_progress)
+    if clip is None and model.bundle.folder.resolve() == DEMO.resolve():
+        clip = str(metrics.DEMO_SCORER)
+    with progress_bar("score", unit="metrics") as on_progress:
+        found = report.evaluate(results, model, report.Sources(clip, inception, reference), on_progress)
+    written = report.write(found, results, model)
+    print(report.markdown(found))
+    for line in (*found.notes, *report.sentences(found)):
+        print(line)
+    console.print(f"wrote {', '.join(map(str, written))}", soft_wrap=True, markup=False)
+    if found.problems:
+        raise InputError(f"expected every metric, found {len(found.problems)} without: {' | '.join(found.problems)}")
 
 
 BENCH_PROMPTS = ("red apple", "cat on pink", "a house", "sunflower on blue")

@@ -16,7 +16,7 @@ from runtime.bench import measure, report
 from runtime.bench.eager import BASELINES, Eager
 from runtime.bench.floor import Work, floor, step_work
 from runtime.bench.roofs import Roofs, measure_roofs
-from runtime.presets import contestant
+from runtime.presets import contestant, split_presets
 from tests.models import write_tiny_lumina
 
 CHECKPOINT = Path(__file__).parents[3] / "export" / "demo"
@@ -125,5 +125,8 @@ def test_roofs_of_this_machine() -> None:
 def test_contestants(demo: ImageModel) -> None:
     assert contestant(demo, "csd:8").window == 8
     assert contestant(demo, "default") == demo.preset()
-    with pytest.raises(InputError, match="expected a preset such as csd or csd:16, found 'csd:x'"):
+    assert split_presets("ar,csd(delta=0.35,lambda=1):8,ar") == ["ar", "csd(delta=0.35,lambda=1):8"]
+    changed = contestant(demo, "csd(delta=0.35):8")
+    assert changed.window == 8 and changed.settings().delta == 0.35
+    with pytest.raises(InputError, match=r"expected a preset such as csd, csd:16 or .*, found 'csd:x'"):
         contestant(demo, "csd:x")
