@@ -258,6 +258,12 @@ def decoded_pixels(family: Family) -> tuple[np.ndarray, np.ndarray]:
     return codes, family.model.decode_image(tokens)
 
 
+def assert_same_levels(expected: np.ndarray, found: np.ndarray) -> None:
+    """Rounded pictures of values in [-1, 1] within 1e-4: a hundredth of a level turns one value in eighty."""
+    off = np.abs(expected - found.astype(float))
+    assert off.max() <= 1 and (off > 0).mean() <= 127.5 * 1e-4
+
+
 def test_pixels_of_emu3_are_those_of_its_decoder(tmp_path_factory: pytest.TempPathFactory) -> None:
     family = make_emu3(tmp_path_factory.mktemp("emu3"))
     stock = family.stock.model.vqmodel
@@ -270,7 +276,7 @@ def test_pixels_of_emu3_are_those_of_its_decoder(tmp_path_factory: pytest.TempPa
     with torch.no_grad():
         image = stock.decode(torch.from_numpy(codes.reshape(1, manifest.rows, manifest.codes_per_row)))[0]
     expected = ((image.clamp(-1, 1) + 1) * 127.5).round().permute(1, 2, 0).numpy()
-    assert np.abs(expected - found[0].astype(float)).max() <= 1
+    assert_same_levels(expected, found[0])
 
 
 def plain_vqgan(tensors: dict[str, Any], grid: Any) -> Any:
@@ -315,7 +321,7 @@ def test_pixels_of_lumina_are_those_of_metas_decoder(tmp_path_factory: pytest.Te
     with torch.no_grad():
         image = plain_vqgan(tensors, torch.from_numpy(codes.reshape(1, manifest.rows, manifest.codes_per_row)))[0]
     expected = ((image.clamp(-1, 1) + 1) * 127.5).round().permute(1, 2, 0).numpy()
-    assert np.abs(expected - found[0].astype(float)).max() <= 1
+    assert_same_levels(expected, found[0])
     assert expected.std() > 5, "a picture, not a plain colour"
 
 
