@@ -67,6 +67,8 @@ def main(
     if stage in (Stage.ALL, Stage.TRAIN):
         train(package, work, output)
         write_reference(Renderer(package, FINAL_GRAIN), output)
+        for file in output.iterdir():
+            file.chmod(0o644)  # safetensors writes for its owner alone
     if stage in (Stage.ALL, Stage.TEST):
         test(Renderer(package, FINAL_GRAIN), output, threads)
 
