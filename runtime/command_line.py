@@ -540,7 +540,8 @@ def eval_command(
         Path | None, typer.Option("--prompts", "-p", help="COCO captions (.json), GenEval (.jsonl), or a line each.")
     ] = None,
     presets: Annotated[
-        str, typer.Option(help="Comma-separated, the first exact one is the base; `csd:16` is csd with a window of 16.")
+        str,
+        typer.Option(help="Comma-separated; `csd:16`: csd with a window of 16, `csd(delta=0.35)`: with other numbers."),
     ] = "ar,sjd,addition,gsd,csd-paper,csd",
     count: Annotated[int | None, typer.Option(help="Pictures per preset; without it one per prompt.", min=1)] = None,
     output: Annotated[Path, typer.Option("--output", "-o", help="Folder of results, resumed if it is there.")] = Path(

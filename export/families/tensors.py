@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import json
 import re
+import textwrap
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from pickle import UnpicklingError
 from typing import Any
 
 import torch
@@ -69,7 +71,8 @@ def read_file(file: Path) -> Mapping[str, torch.Tensor]:
         tensors = tensors.get("state_dict", tensors)
         return {name: value for name, value in tensors.items() if isinstance(value, torch.Tensor)}
     except Exception as error:  # torch and safetensors raise many kinds
-        first = " ".join(str(error).split())[:200]
+        odd = isinstance(error, UnpicklingError)
+        first = "something else than tensors" if odd else textwrap.shorten(str(error), 200)
         raise InputError(f"expected a whole file of tensors at {file}, found: {first}; download it again") from None
 
 

@@ -9,10 +9,14 @@ CLIP score and no FID.
 
 from __future__ import annotations
 
+import os
+import textwrap
 import warnings
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
+from pickle import UnpicklingError
+from tempfile import TemporaryDirectory
 from typing import Any
 
 import numpy as np
@@ -42,6 +46,8 @@ class Scorer:
             InputError: no such model.
             MachineError: no torch or transformers.
         """
+        os.environ.setdefault("TRANSFORMERS_VERBOSITY", "error")
+        os.environ.setdefault("HF_HUB_DISABLE_PROGRESS_BARS", "1")
         try:
             from transformers import CLIPModel, CLIPProcessor
         except ImportError as error:
@@ -127,15 +133,20 @@ class Inception:
                 "download them and pass the file with --inception"
             )
         try:
+            import torch
             from torchmetrics.image.fid import NoTrainInceptionV3
 
-            network = NoTrainInceptionV3("inception-v3-compat", ["2048"], str(weights))
+            tensors = torch.load(weights, map_location="cpu", weights_only=True)
+            with TemporaryDirectory() as folder:  # torch-fidelity unpickles whatever is in a file: give it one of ours
+                torch.save(tensors, f"{folder}/weights.pth")
+                network = NoTrainInceptionV3("inception-v3-compat", ["2048"], f"{folder}/weights.pth")
         except ImportError as error:
             raise MachineError(
                 f"expected torch-fidelity for FID, found no {error.name or 'working one'}; install `csd-toolkit[fid]`"
             ) from None
         except Exception as error:  # whatever unpickling and loading weights raise
-            first = " ".join(str(error).split())[:160]
+            odd = isinstance(error, UnpicklingError)
+            first = "something else than tensors" if odd else textwrap.shorten(str(error), 160)
             raise InputError(f"expected Inception's weights at {weights}, found: {first}; download it again") from None
         return cls(network.eval())
 

@@ -381,6 +381,7 @@ def _html(report: Report, results: Results, model: ImageModel) -> str:
         .render(
             title=f"{manifest.name}, {manifest.precision}: {report.pictures} pictures per preset",
             provider=model.backend.provider,
+            base=report.base().preset,
             head=head,
             cells=cells,
             sentences=sentences(report),

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import errno
+import importlib.util
 import json
 import re
 import shutil
@@ -155,3 +156,11 @@ def test_reference_pictures(tmp_path: Path) -> None:
         (tmp_path / name).write_bytes(b"no picture")
     with pytest.raises(InputError, match=r"expected a picture at .*a\.png, found"):
         metrics.reference_features(scorer, tmp_path)
+
+
+def test_weights_without_torch_fidelity(tmp_path: Path) -> None:
+    if importlib.util.find_spec("torch_fidelity"):
+        pytest.skip("torch-fidelity is installed")
+    torch.save({}, tmp_path / "weights.pth")
+    with pytest.raises(MachineError, match=r"expected torch-fidelity for FID, .*; install `csd-toolkit\[fid\]`"):
+        metrics.Inception.open(tmp_path / "weights.pth")
