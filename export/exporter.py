@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from csd_ops.errors import InputError, MachineError
-from engines.machine import free_memory
+from engines.machine import free_memory, multiplies_bytes, processor
 from runtime.bundle import IMAGE_DECODER, STEP, TOKENIZER, Bundle, open_bundle, write_manifest, writing_bundle
 
 if TYPE_CHECKING:
@@ -56,6 +56,12 @@ def export_checkpoint(
     """
     if precision not in PRECISIONS:
         raise InputError(f"expected precision of {', '.join(PRECISIONS)}, found {precision!r}; choose one of them")
+
+    if precision == "w8a8" and not multiplies_bytes():
+        raise MachineError(
+            f"expected a processor with VNNI to compare w8a8 with PyTorch, found {processor()[0]}, whose products of "
+            "bytes overflow; export on another machine, or with --precision int8"
+        )
 
     def stage(name: str) -> None:
         if on_stage:

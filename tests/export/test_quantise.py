@@ -14,7 +14,8 @@ from hypothesis import settings as hypothesis_settings
 from hypothesis import strategies as st
 from onnx import helper, numpy_helper
 
-from csd_ops.errors import InputError
+from csd_ops.errors import InputError, MachineError
+from engines.machine import multiplies_bytes
 from export import export_checkpoint
 from export.families import KNOWN
 from export.parity import GREEDY, TOLERANCE, ParityError
@@ -97,6 +98,10 @@ def test_what_is_too_far_off_is_refused_unless_forced(
     assert parity.logits > 1e-6 and bundle.manifest.precision == "int4"
 
 
+NEEDS_VNNI = pytest.mark.skipif(not multiplies_bytes(), reason="products of bytes overflow on this processor")
+
+
+@NEEDS_VNNI
 def test_weights_and_activations_are_quantised(
     checkpoint: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -118,6 +123,9 @@ def test_weights_and_activations_are_quantised(
         InputError, match=r"expected a processor with VNNI for .*, found .*; export .* --precision int8"
     ):
         ImageModel.open(bundle.folder)
+    monkeypatch.setattr("export.exporter.multiplies_bytes", lambda: False)
+    with pytest.raises(MachineError, match="expected a processor with VNNI to compare w8a8 with PyTorch"):
+        export_checkpoint(checkpoint, tmp_path / "again", precision="w8a8")
 
 
 def product_of(x: np.ndarray, values: torch.Tensor, axes: list[int] | None = None) -> np.ndarray:
@@ -139,6 +147,7 @@ def product_of(x: np.ndarray, values: torch.Tensor, axes: list[int] | None = Non
     return onnxruntime.InferenceSession(model.SerializeToString()).run(["y"], {"x": x})[0]
 
 
+@NEEDS_VNNI
 def test_a_position_is_rounded_alone() -> None:
     """Beside a position that is a thousand times as large the others stay the same, bit for bit."""
     generator = torch.Generator().manual_seed(0)
