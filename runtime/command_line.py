@@ -485,8 +485,8 @@ def bench_command(
     from runtime.bench import measure, report
     from runtime.bench.eager import BASELINES, check_checkpoint
     from runtime.bundle import write_text
+    from runtime.contestants import contestant, split_presets
     from runtime.model import ImageModel
-    from runtime.presets import contestant, split_presets
     from runtime.prompt import read_prompts
 
     names = baselines.split(",") if baseline else []
@@ -570,12 +570,12 @@ def eval_command(
     from functools import partial
 
     from engines.machine import processor
+    from runtime.contestants import contestant, split_presets
     from runtime.evaluation import generate as drawing
     from runtime.evaluation import metrics, report
     from runtime.evaluation import prompts as captions
     from runtime.evaluation.workers import Orders, draw_here, draw_in_processes, draw_on_ray
     from runtime.model import DEMO, ImageModel
-    from runtime.presets import contestant, split_presets
 
     if prompts is None:
         raise InputError("expected prompts, found none; name COCO captions, GenEval's lines or a text with --prompts")

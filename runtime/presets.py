@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import re
 from dataclasses import dataclass, fields, replace
 from typing import TYPE_CHECKING, Any
 
@@ -11,7 +10,7 @@ from csd_ops.errors import InputError
 from csd_ops.rules import Addition, Amplify, Cool, Csd, Entropy, Gsd, Jacobi, Rule, Sjd
 
 if TYPE_CHECKING:
-    from runtime.model import ImageModel
+    pass
 
 
 @dataclass(frozen=True)
@@ -111,32 +110,6 @@ def adjust(preset: Preset, **changes: Any) -> Preset:
         else:
             names = sorted(own | {entry.rstrip("_") for entry in of_rule})
             raise InputError(f"expected a setting of {preset.name} ({', '.join(names)}), found {name!r}; leave it out")
-    return preset
-
-
-def split_presets(text: str) -> list[str]:
-    """Names of a comma-separated list, each once; commas in parentheses belong to a name."""
-    return list(dict.fromkeys(re.split(r",(?![^()]*\))", text)))
-
-
-def contestant(model: ImageModel, text: str) -> Preset:
-    """A preset by its name in a list: `csd`, `csd:16` with a window of 16, `csd(delta=0.35):16`, or `default`.
-
-    `default` is what `generate` takes.
-    """
-    if text == "default":
-        return model.tuned(model.preset())
-    parts = re.fullmatch(r"([\w-]+)(?:\(([^()]*)\))?(?::(\d+))?", text)
-    if parts is None:
-        raise InputError(
-            f"expected a preset such as csd, csd:16 or csd(delta=0.35):16, found {text!r}; write the window as a number"
-        )
-    name, numbers, window = parts.groups()
-    changes = parse_settings([pair.strip() for pair in numbers.split(",")] if numbers else [])
-    preset = model.preset(name, window=int(window) if window else None, **changes)
-    most = model.bundle.manifest.max_window
-    if not 1 <= preset.window <= most:
-        raise InputError(f"expected a window from 1 to {most}, found {text!r}; choose one inside")
     return preset
 
 

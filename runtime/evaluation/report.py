@@ -15,11 +15,11 @@ import numpy as np
 from csd_ops.errors import CsdError, MachineError
 from runtime.bench.report import pyplot
 from runtime.bundle import write_bytes, write_text
+from runtime.contestants import contestant
 from runtime.evaluation import metrics, regions
 from runtime.evaluation.generate import Results, folder_name
 from runtime.evaluation.statistics import Interval, holm, mean_interval, paired_mean, paired_set, set_interval
 from runtime.model import ImageModel
-from runtime.presets import contestant
 
 BASE = "ar"
 SIGNIFICANT = 0.05

@@ -16,8 +16,8 @@ import numpy as np
 
 from csd_ops.contract import Kind
 from csd_ops.errors import InputError, MachineError
+from runtime.contestants import contestant
 from runtime.model import ImageModel
-from runtime.presets import contestant
 
 DETAILS = ("entropy", "distortion")
 

@@ -16,7 +16,7 @@ from runtime.bench import measure, report
 from runtime.bench.eager import BASELINES, Eager
 from runtime.bench.floor import Work, floor, step_work
 from runtime.bench.roofs import Roofs, measure_roofs
-from runtime.presets import contestant, split_presets
+from runtime.contestants import contestant, split_presets
 from tests.models import write_tiny_lumina
 
 CHECKPOINT = Path(__file__).parents[3] / "export" / "demo"
