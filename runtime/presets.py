@@ -3,14 +3,11 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, fields, replace
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from csd_ops.contract import Coupling, Fresh, Settings
 from csd_ops.errors import InputError
 from csd_ops.rules import Addition, Amplify, Cool, Csd, Entropy, Gsd, Jacobi, Rule, Sjd
-
-if TYPE_CHECKING:
-    pass
 
 
 @dataclass(frozen=True)
