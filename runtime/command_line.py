@@ -572,11 +572,18 @@ def eval_command(
     from engines.machine import processor
     from runtime.contestants import contestant, split_presets
     from runtime.evaluation import generate as drawing
-    from runtime.evaluation import metrics, report
     from runtime.evaluation import prompts as captions
     from runtime.evaluation.workers import Orders, draw_here, draw_in_processes, draw_on_ray
     from runtime.model import DEMO, ImageModel
 
+    try:
+        import jinja2  # noqa: F401 - before hours of drawing, not after
+
+        from runtime.evaluation import metrics, report
+    except ImportError as error:
+        raise MachineError(
+            f"expected the packages of the eval extra, found no {error.name}; install `csd-toolkit[eval]`"
+        ) from None
     if prompts is None:
         raise InputError("expected prompts, found none; name COCO captions, GenEval's lines or a text with --prompts")
     chosen = split_presets(presets)

@@ -7,6 +7,7 @@ import importlib.util
 import json
 import re
 import shutil
+import sys
 from collections.abc import Iterator
 from functools import partial
 from pathlib import Path
@@ -164,3 +165,11 @@ def test_weights_without_torch_fidelity(tmp_path: Path) -> None:
     torch.save({}, tmp_path / "weights.pth")
     with pytest.raises(MachineError, match=r"expected torch-fidelity for FID, .*; install `csd-toolkit\[fid\]`"):
         metrics.Inception.open(tmp_path / "weights.pth")
+
+
+def test_a_missing_package_is_told_before_anything_is_drawn(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "jinja2", None)
+    made = run("-p", str(tmp_path / "prompts.txt"), "-o", str(tmp_path / "results"))
+    assert isinstance(made.exception, MachineError)
+    assert re.search(r"found no jinja2; install `csd-toolkit\[eval\]`", str(made.exception))
+    assert not list(tmp_path.iterdir())
